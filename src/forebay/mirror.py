@@ -43,7 +43,7 @@ from forebay.storage.store import FolderStore, Store, open_store
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
 _MAX_BUCKET_SLICES = 2  # one is downloaded while another is uploaded; four were as fast
-_MAX_SWARM_SLICES = 1024  # requested from the trackers at once
+_MAX_SWARM_SLICES = 64  # requested from the trackers at once
 _POLL_S = 0.1
 _IDLE_S = 5.0  # a mirror that served nothing for so long ends
 _MAX_CHECKS = 16
@@ -136,7 +136,7 @@ def mirror(
 
         def fetch(row: SliceInfo, part: Path) -> Transfer:
             leaves = partial(dataset.leaves, row.index)
-            return FileTransfer(fetcher, row, part, [dataset.origin], read_leaves=leaves).start()
+            return FileTransfer(fetcher, row, part, dataset.origin, read_leaves=leaves).start()
 
         def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
             _copy_slices(target, absent, fetch, lambda row: None, max_slices, _MAX_BYTES, on_progress)
@@ -162,19 +162,24 @@ def mirror_by_swarm(
     def serve(row: SliceInfo) -> None:
         files[row.sha256] = Path(target.store.url) / row.name
         is_present[row.index] = True
+        member.reader.release(row.index, True)  # After it can be served.
 
     with (
         _open_target(to) as target,
+        RunFetcher(connections) as fetcher,
         SwarmMember(
-            dataset, files, is_present.copy, share=share, upload_bytes_per_s=upload_bytes_per_s, connections=connections
+            dataset, files, is_present.copy, fetcher.wake, share=share, upload_bytes_per_s=upload_bytes_per_s
         ) as member,
     ):
         member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
 
+        def fetch(row: SliceInfo, part: Path) -> Transfer:
+            leaves, origin = partial(dataset.leaves, row.index), member.origin(row.index)
+            return FileTransfer(fetcher, row, part, origin, read_leaves=leaves).start()
+
         def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
             for row in present:
                 serve(row)
-            fetch: Fetch = lambda row, part: member.reader.fetch(row.index, part)  # noqa: E731
             _copy_slices(target, absent, fetch, serve, _MAX_SWARM_SLICES, sys.maxsize, on_progress)
 
         small = {name: data for name, data in member.files.items() if isinstance(data, bytes)}
@@ -186,7 +191,7 @@ def mirror_by_swarm(
                 sent, sent_at = member.share.bytes_sent, time.monotonic()
             time.sleep(_POLL_S)
         bytes_shared = member.share.bytes_sent if member.share is not None else 0
-        return report, {**member.reader.stats(), "bytes_shared": bytes_shared}
+        return report, {**member.reader.stats(), "transfers": fetcher.stats(), "bytes_shared": bytes_shared}
 
 
 def _mirror(

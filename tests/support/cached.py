@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.dataset.chunks import ChunkHasher, root_of
+from forebay.dataset.chunks import ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import UsageError
 from forebay.fetch.cache import ChunkCache
@@ -39,17 +39,9 @@ def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 0) -> str:
     """Put a complete slice into the cache; return its id. Raises UsageError with the cache's reason."""
     info = info_of(content, chunk_bytes)
     if cache.get(info.sha256) is None:
-        claimed, reason = cache.claim_slice(info)
-        if claimed is None:
-            raise UsageError(reason)
+        chunks = np.arange(num_chunks(len(content), chunk_bytes))
+        cache.unpin([(put_chunks(cache, content, chunk_bytes, chunks.tolist()), chunks)])
         assert cache.used_bytes() <= cache.budget_bytes
-        entry, chunks = claimed
-        if not entry.has_leaves:
-            entry.set_leaves(leaves_of(content, chunk_bytes))
-        write(entry.path, content, entry.chunk_bytes, chunks.tolist())
-        entry.marks[chunks] = PRESENT
-        cache.complete(entry, chunks)
-        cache.unpin_slice(info.sha256)
     return info.sha256
 
 
@@ -63,7 +55,7 @@ def put_chunks(cache: ChunkCache, content: bytes, chunk_bytes: int, chunks: list
     if reason:
         cache.unpin([(entry, np.array(chunks))])
         raise UsageError(reason)
-    write(entry.path, content, chunk_bytes, claimed.tolist())
+    write(entry.path, content, entry.chunk_bytes, claimed.tolist())
     entry.marks[claimed] = PRESENT
     cache.complete(entry, claimed)
     return entry

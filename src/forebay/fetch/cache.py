@@ -220,8 +220,8 @@ class ChunkCache(SharedState):
 
     # Whole slices.
 
-    def get(self, sha256: str, *, pin: bool = False) -> Path | None:
-        """The file of a slice all of whose chunks are here and verified, or None; unless pinned it may be evicted."""
+    def get(self, sha256: str) -> Path | None:
+        """The file of a slice all of whose chunks are here and verified, or None; it may be evicted."""
         self.path_of(sha256)
         with self._lock:
             entry = self._open(sha256)
@@ -231,17 +231,8 @@ class ChunkCache(SharedState):
             everything = np.arange(entry.layout.num_chunks)
             entry.pin(everything, self._slot_number, self._generation)
         entry.verify(everything)
-        is_complete = entry.is_complete() and not entry.is_deleted
-        if not (pin and is_complete):
-            self.unpin([(entry, everything)])
-        return entry.path if is_complete else None
-
-    def unpin_slice(self, sha256: str) -> None:
-        """Undo one pin of `get` or `claim_slice`."""
-        with self._threads:
-            entry = self._entries.get(sha256)
-            if entry is not None and entry.refs.any():
-                self.unpin([(entry, np.arange(entry.layout.num_chunks))])
+        self.unpin([(entry, everything)])
+        return entry.path if entry.is_complete() and not entry.is_deleted else None
 
     def list_slices(self) -> set[str]:
         """The ids of the slices that are here completely."""
@@ -253,34 +244,6 @@ class ChunkCache(SharedState):
                     if entry is not None and entry.is_complete():
                         complete.add(item.name)
         return complete
-
-    def claim_slice(self, info: SliceInfo) -> tuple[Group | None, str]:
-        """Pin a slice as a whole and claim its absent chunks. Fetch them, call `complete`, and later `unpin_slice`.
-
-        Returns (the claimed chunks, why there is no space for them or ""); None also if others fetch the slice, or it
-        is complete: nothing is pinned then.
-        """
-        map_bytes = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
-        if info.bytes + map_bytes > self.budget_bytes:
-            raise UsageError(
-                f"cache: slice {info.sha256[:12]}… needs {info.bytes + map_bytes} bytes, the budget of "
-                f"{self.directory} is {self.budget_bytes}. Raise the cache's budget to a few slices at least."
-            )
-        with self._lock:
-            if self._open(info.sha256) is None and (reason := self._make_space(map_bytes)):
-                return None, reason
-            entry = self.open(info)
-            everything = np.arange(entry.layout.num_chunks)
-            self.pin([(entry, everything)])
-        entry.verify(everything)
-        claimed, reason = self.claim(entry, everything)
-        if not entry.has_leaves and len(claimed) < len(everything):  # Its chunks cannot be verified one by one.
-            self.complete(entry, claimed)
-            claimed = claimed[:0]
-        if len(claimed):
-            return (entry, claimed), ""
-        self.unpin([(entry, everything)])
-        return None, reason
 
     def evict(self, keep: Collection[str]) -> None:
         """Delete the slices, except these, that no process has pinned. Views of them stay valid, and keep the space."""

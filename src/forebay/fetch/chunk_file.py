@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import struct
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -73,6 +74,7 @@ class ChunkFile:
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
         self.pins = self._map[layout.pins : layout.pins + NUM_SLOTS * layout.pin_bytes].reshape(NUM_SLOTS, -1)
         self.refs = np.zeros(n, np.uint16)
+        self.leaves_lock = threading.Lock()  # Of this process: one thread reads them.
         self._has_leaves = n == 1 and bool(info.sha256)
         inode, time_ns, boot = _identity_of(path)
         own_inode, own_time_ns, own_boot = self._identity()

@@ -128,7 +128,7 @@ def download_large_file(
             info = SliceInfo(0, name, meta.bytes, "", 0, 0, plan.piece_bytes)
             with open_fetcher(plan, timeout_s) as fetcher:
                 transfer = FileTransfer(
-                    fetcher, info, part, [PinnedOrigin(origin, meta.etag)], run_bytes=plan.chunk_bytes
+                    fetcher, info, part, PinnedOrigin(origin, meta.etag), run_bytes=plan.chunk_bytes
                 )
                 fetched = meta.bytes - transfer.received
                 transfer.run(stop, lambda received: on_progress(received, meta.bytes))

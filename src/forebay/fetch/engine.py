@@ -3,12 +3,14 @@
 A chunk with another hash costs its own bytes and names its sender, who is from then on the last to be asked; the rest
 of the run comes from the next source. A broken request goes on where it broke, or, from another source, with the chunk
 that was broken off. A source that reports overload gets half as many connections, and none before the time that it
-asked for; each response adds to its limit. A source that fails is tried after the others, for a time that doubles.
+asked for; each response adds to its limit. A source that fails is tried after the others, for a time that doubles. A
+run whose source is silent or slow goes on from another one, if that would end it much sooner.
 Memory: what a source reads ahead (256 KiB of a web server, 2 MiB of a peer or a bucket) for each connection.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import heapq
@@ -16,17 +18,19 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
 from forebay.closing import Closing
-from forebay.dataset.chunks import HASH_BYTES
-from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
+from forebay.dataset.chunks import HASH_BYTES, root_of
+from forebay.errors import DatasetError, IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.chunk_file import PRESENT, UNVERIFIED, ChunkFile
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError, log
@@ -37,6 +41,10 @@ _CLOSE_S = 1.0
 _POLL_S = 0.05
 _LOOKUP_INTERVAL_S = 15.0
 _NEW_WEIGHT = 0.3
+_WATCH_S, _SLOW_S = 0.5, 2.0  # between two looks at what is slow; no source is slow before
+_MUCH = 3  # times as long as another source
+_PACE = 5  # times _SLOW_S, until a source counts as too slow
+_USUAL_BYTES_PER_S = 1 << 20  # of a source whose speed is not known
 _MIN_SAMPLE_BYTES = 64 << 10  # shorter responses say nothing about speed
 Backoff: TypeAlias = Callable[[int], float]  # seconds to wait after so many consecutive faults, from 1
 
@@ -47,8 +55,10 @@ class SourceStats:
 
     url: str
     limit: float
+    is_last: bool = False
     active: int = 0
     lies: int = 0
+    received: int = 0  # bytes
     speed: float | None = None  # bytes/s
     failing: int = 0
     throttled: int = 0
@@ -83,8 +93,8 @@ class SourceStats:
 def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceStats | None, float]:
     """Return the source to request from; or None, and when to try again (infinity: when a request ends).
 
-    Order: sources that never lied, that do not fail, the fastest per connection. One connection tries a source of
-    unknown speed, unless it failed: then others are better.
+    Order: sources that never lied, that do not fail, that are not the last to be asked, the fastest per connection. One
+    connection tries a source of unknown speed, unless it failed: then others are better.
     """
     free, later = [], float("inf")
     for source in sources:
@@ -95,10 +105,11 @@ def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceSta
     if not free:
         return None, later
 
-    def rank(source: SourceStats) -> tuple[int, float, float]:
+    def rank(source: SourceStats) -> tuple[int, bool, bool, float, float]:
         avoided = source.avoid_until if source.avoid_until > now else 0.0
         unknown = float("-inf") if source.active == source.failing == 0 else 0.0
-        return source.lies, avoided, -source.speed if source.speed is not None else unknown
+        speed = -source.speed if source.speed is not None else unknown
+        return source.lies, avoided > 0, source.is_last, avoided, speed
 
     return min(free, key=rank), later
 
@@ -110,12 +121,23 @@ class TransferCancelledError(NetworkError):
         super().__init__(f"{name}: the fetch was cancelled; what was received is kept and resumed")
 
 
+class WrongBytesError(ProtocolError, IntegrityError):
+    """A source sent bytes that do not have their hash."""
+
+
+class NoProviderError(NetworkError):
+    """Nobody can be asked for an object now: its runs wait until `RunFetcher.wake`."""
+
+
 class Sources(Protocol):
     """An Origin, or several."""
 
     url: str
 
     def sources(self) -> Sequence[Origin]:
+        """See Origin; may raise NoProviderError."""
+
+    def report(self, source: Origin, error: NetworkError) -> bool:
         """See Origin."""
 
 
@@ -127,7 +149,8 @@ class FetchState:
     looked_up_at: float = float("-inf")
     refused: dict[str, str] = field(default_factory=dict)  # reasons of the sources that will not send it
     reasons: dict[str, str] = field(default_factory=dict)  # last fault of each source
-    has_liar: bool = False
+    faults: Counter[str] = field(default_factory=Counter)  # those of its requests that sent nothing
+    liars: set[str] = field(default_factory=set)
     attempts: int = 0
     began_at: float = 0.0  # of the first attempt
     last_byte_at: float = 0.0
@@ -137,8 +160,9 @@ class FetchState:
 class ChunkRun:
     """Chunks [first, stop) of an entry to fetch; `on_end` is called once, in a thread of the pool, unless cancelled.
 
-    `read_leaves` is called with a source before the first byte if the entry has no leaves; None: there are none, and
-    the chunks are marked as not verified. Runs of one `order` are fetched before those of a later one.
+    `read_leaves` is called before the first byte if neither the entry nor the source has the leaves of its tree. The
+    chunks of an object without a tree, or a check, are marked as not verified. Runs of one `order` are fetched before
+    those of a later one.
     """
 
     entry: ChunkFile
@@ -146,9 +170,8 @@ class ChunkRun:
     origin: Sources
     first: int
     stop: int
-    read_leaves: Callable[[Origin], bytes | None]
+    read_leaves: Callable[[], bytes]
     on_end: Callable[[ChunkRun, Exception | None], object]
-    on_wrong: Callable[[Origin, str], object] = lambda source, reason: None  # A source broke the protocol, or lied.
     state: FetchState = field(default_factory=FetchState)
     order: int = -1
     next: int = field(init=False)  # the first chunk that is missing
@@ -158,14 +181,19 @@ class ChunkRun:
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)  # of these bytes
     tries: int = 0
     has_ended: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)  # Guards `has_ended`: nothing is written afterwards.
+    lock: threading.Lock = field(default_factory=threading.Lock)  # Guards `has_ended` and `attempt`, before each write.
+    attempt: int = 0  # An earlier one writes nothing more.
+    source: Origin | None = None  # of this attempt
+    began_at: float = 0.0
+    began_with: int = 0  # `received` then
+    paced: tuple[str, float, int] = ("", 0.0, 0)  # since when the source is asked, and `received` then
 
     def __post_init__(self) -> None:
         self.next = self.first
         self.position = self.first * self.entry.chunk_bytes
 
     def end(self) -> bool:
-        """Whether it had not ended."""
+        """Mark as ended; return True on the first call."""
         with self.lock:
             had_ended, self.has_ended = self.has_ended, True
         return not had_ended
@@ -178,23 +206,29 @@ class RunFetcher(Closing):
         connections: Requests at once, each in a thread.
         timeout_s, tries: A run fails when no byte came for so long and it was tried so often.
         max_backoff_s: Maximum wait before another try, before jitter.
+        min_bytes_per_s: A source that sends less for ten seconds is not asked for that run again.
     """
 
     def __init__(
-        self, connections: int = 16, *, timeout_s: float = 300.0, tries: int = 6, max_backoff_s: float = 15.0
-    ) -> None:
+        self, connections: int = 16, *, timeout_s: float = 300.0, tries: int = 6, max_backoff_s: float = 15.0,
+        min_bytes_per_s: float = 0.0,
+    ) -> None:  # fmt: skip
         if connections < 1 or tries < 1:
             raise UsageError(f"fetch: expected at least one connection and try, got {connections=}, {tries=}.")
         self.connections = connections
         self.received_bytes = self.wrong_bytes = self.attempts = self.retries = 0
         self._timeout_s, self._tries, self._max_backoff_s = timeout_s, tries, max_backoff_s
+        self._min_bytes_per_s = min_bytes_per_s
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards all below
         self._waiting: list[tuple[float, int, int, ChunkRun]] = []  # (not before, order, number, run): a heap
-        self._running: set[ChunkRun] = set()
+        self._running = Counter[ChunkRun]()  # their attempts
         self._numbers = itertools.count()
         self._sources: dict[str, SourceStats] = {}  # by URL
+        self._parked: list[ChunkRun] = []  # Nobody can be asked for them now.
         self._threads: list[SupervisedThread] = []
+        self._num_abandoned = 0  # attempts that another one took over, and whose threads wait for the source
+        self._watch: SupervisedThread | None = None
         self._closed = False
 
     def start(self, run: ChunkRun) -> None:
@@ -207,9 +241,7 @@ class RunFetcher(Closing):
             run.order = next(self._numbers) if run.order < 0 else run.order
             heapq.heappush(self._waiting, (0.0, run.order, next(self._numbers), run))
             try:
-                if len(self._threads) < min(self.connections, len(self._running) + len(self._waiting)):
-                    name = f"fetch-{len(self._threads)}"
-                    self._threads.append(SupervisedThread(self._run_connection, name).start())
+                self._start_thread()
             except RuntimeError as error:
                 if not self._threads:
                     self._waiting.clear()
@@ -217,11 +249,27 @@ class RunFetcher(Closing):
                 log.warning("%d of %d connections: %s", len(self._threads), self.connections, error)
             self._changed.notify()
 
+    def _start_thread(self) -> None:
+        """Start a thread if there is work for one more. RuntimeError if none can be started. With the lock held."""
+        limit = self.connections + min(self.connections, self._num_abandoned)
+        if len(self._threads) < min(limit, len(self._running) + len(self._waiting)):
+            name = f"fetch-{len(self._threads)}"
+            self._threads.append(SupervisedThread(self._run_connection, name).start())
+
+    def wake(self) -> None:
+        """Somebody may be asked now for what nobody could be asked for."""
+        with self._changed:
+            parked, self._parked = self._parked, []
+            for run in parked:
+                heapq.heappush(self._waiting, (0.0, run.order, next(self._numbers), run))
+            self._changed.notify_all()
+
     def cancel(self, runs: Collection[ChunkRun]) -> None:
         """End runs: nothing more is written, and `on_end` is not called."""
         for run in runs:
             run.end()
         with self._changed:
+            self._parked = [run for run in self._parked if not run.has_ended]
             self._waiting = [item for item in self._waiting if not item[3].has_ended]
             heapq.heapify(self._waiting)
 
@@ -231,14 +279,26 @@ class RunFetcher(Closing):
             return
         with self._changed:
             self._closed = True
-            runs = [item[3] for item in sorted(self._waiting)] + list(self._running)
+            runs = [item[3] for item in sorted(self._waiting)] + self._parked + list(self._running)
             self._waiting.clear()
+            self._parked.clear()
             self._changed.notify_all()
+        if self._watch is not None:
+            self._watch.stop()
         for run in runs:
             self._end(run, TransferCancelledError(run.name))
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _count(self, stats: SourceStats, num_bytes: int) -> None:
+        stats.received += num_bytes
+        self.received_bytes += num_bytes
+
+    def bytes_of_last(self) -> int:
+        """Bytes received from sources that are the last to be asked."""
+        with self._changed:
+            return sum(stats.received for stats in self._sources.values() if stats.is_last)
 
     def stats(self) -> dict[str, int]:
         """Bytes received and requests: `bytes`, `attempts`, `retries`."""
@@ -253,13 +313,14 @@ class RunFetcher(Closing):
                 if self._closed:
                     return
                 run = heapq.heappop(self._waiting)[3]
-                self._running.add(run)
+                self._running[run] += 1
             try:
                 self._attempt(run)
             except Exception as error:  # noqa: BLE001 - the run's consumer gets it
                 self._end(run, error)
             with self._changed:
-                self._running.discard(run)
+                self._running.subtract({run: 1})
+                self._running += Counter()  # Without those of no attempt.
             del run  # A thread that waits must not keep a deleted file open.
 
     def _attempt(self, run: ChunkRun) -> None:
@@ -267,21 +328,35 @@ class RunFetcher(Closing):
         state, began_at = run.state, time.monotonic()
         if not state.began_at:
             state.began_at = state.last_byte_at = began_at
-        stats, source, pause_s = self._choose(run)
+        try:
+            stats, source, pause_s = self._choose(run)
+        except NoProviderError as error:
+            state.reasons[run.origin.url] = str(error)
+            return self._park(run)
         if stats is None or source is None:
             return self._again(run, pause_s) if pause_s is not None else self._end(run, self._no_source(run))
-        url, first, received = source.url, run.position, run.received
+        with run.lock:
+            run.attempt, run.source, run.began_at, run.began_with = run.attempt + 1, source, began_at, run.received
+            attempt, first = run.attempt, run.position
+            if run.paced[0] != source.url:
+                run.paced = source.url, began_at, run.received
         fault: Exception | None = None
         try:
-            self._receive(run, source)
+            self._receive(run, source, attempt)
         except Exception as error:  # noqa: BLE001 - handled below
             fault = error
-        now, progress, num_bytes = time.monotonic(), run.position - first, run.received - received
+        now = time.monotonic()
+        with run.lock:
+            was_taken, run.source = run.attempt != attempt, None
         with self._changed:
             stats.active -= 1
             self.attempts += 1
+            if was_taken:
+                self._num_abandoned -= 1
+                return None
+            progress, num_bytes = run.position - first, run.received - run.began_with
             self.retries += fault is not None
-            self.received_bytes += num_bytes
+            self._count(stats, num_bytes)
             stats.record_speed(num_bytes, now - began_at)
             if progress > 0:
                 run.tries, state.last_byte_at = 0, now
@@ -293,23 +368,82 @@ class RunFetcher(Closing):
             elif isinstance(fault, NetworkError) and not run.has_ended:
                 stats.record_failure(now, self._backoff)
                 run.tries += progress <= 0
+                state.faults[source.url] += progress <= 0
         if fault is None:
             return self._end(run, None)
         state.attempts += 1
-        state.reasons[url] = str(fault)
+        state.reasons[source.url] = str(fault)
         if isinstance(fault, OSError) and not isinstance(fault, NetworkError):
             raise disk_error(run.entry.path, run.entry.info.bytes, fault) from fault
         if not isinstance(fault, NetworkError):
             raise fault
         if isinstance(fault, ProtocolError):  # Named before it is given up: that may end the transfer.
             log.warning("%s", fault)
-            run.on_wrong(source, str(fault))
         if isinstance(fault, (ProtocolError, PermanentError)):
-            state.refused[url] = str(fault)
+            state.refused[source.url] = str(fault)
+        if not run.has_ended and run.origin.report(source, fault):
+            state.looked_up_at = float("-inf")
         if self._is_timed_out(run, now):
             return self._end(run, self._timed_out(run, now), fault)
         throttled = isinstance(fault, TransientError) and fault.throttled
-        self._again(run, 0.0 if progress > 0 or throttled else self._backoff(max(1, run.tries)))
+        return self._again(run, 0.0 if progress > 0 or throttled else self._backoff(max(1, run.tries)))
+
+    def _take_over(self) -> None:
+        """Request the rest of each run again whose source is silent or slow, if another would end it much sooner."""
+        while not (self._watch and self._watch.stopping.wait(_WATCH_S)):
+            with self._changed:
+                runs, now = list(self._running), time.monotonic()
+            for run in runs:
+                if (source := run.source) is None:
+                    continue
+                elapsed_s, received = now - run.paced[1], run.received - run.paced[2]
+                if elapsed_s >= _PACE * _SLOW_S:
+                    run.paced = source.url, now, run.received
+                    if received < self._min_bytes_per_s * elapsed_s:
+                        run.state.refused[source.url] = f"sent {received} bytes in {elapsed_s:.0f} s"
+                        self._request_elsewhere(run, source, now)
+                        continue
+                elapsed_s, received = now - run.began_at, run.received - run.began_with
+                if elapsed_s >= _SLOW_S and self._has_better(run, source, elapsed_s, received, now):
+                    self._request_elsewhere(run, source, now)
+
+    def _has_better(self, run: ChunkRun, source: Origin, elapsed_s: float, received: int, now: float) -> bool:
+        with self._changed:
+            others = [
+                stats for other in run.state.sources
+                if other.url not in (source.url, *run.state.refused) and (stats := self._sources.get(other.url))
+                and not stats.lies and max(stats.avoid_until, stats.wait_until) < now and stats.active < stats.limit
+            ]  # fmt: skip
+            speeds = [stats.speed for stats in others if stats.speed]
+        remaining = min(run.stop * run.entry.chunk_bytes, run.entry.info.bytes) - run.position
+        needed_s = remaining / max(speeds, default=_USUAL_BYTES_PER_S)
+        is_silent = now - max(run.began_at, run.state.last_byte_at) > _SLOW_S and not received
+        return bool(others) and (is_silent or remaining * elapsed_s > _MUCH * (needed_s + _SLOW_S) * max(1, received))
+
+    def _request_elsewhere(self, run: ChunkRun, source: Origin, now: float) -> None:
+        received, elapsed_s = run.received - run.began_with, now - run.began_at
+        with run.lock:
+            if run.has_ended or run.source is not source:
+                return
+            run.attempt += 1
+            run.source = None
+        reason = TransientError(
+            f"{source.url}: sent {received} bytes of {run.name} in {elapsed_s:.0f} s, others are faster"
+        )
+        log.info("%s", reason)
+        with self._changed:
+            stats = self._sources[source.url]
+            stats.record_failure(now, self._backoff)
+            stats.speed = received / elapsed_s
+            self._count(stats, received)
+            self._num_abandoned += 1
+        run.state.reasons[source.url] = str(reason)
+        run.state.faults[source.url] += 1
+        if run.origin.report(source, reason):
+            run.state.looked_up_at = float("-inf")
+        self._again(run, 0.0)
+        with contextlib.suppress(RuntimeError), self._changed:
+            self._start_thread()
 
     def _choose(self, run: ChunkRun) -> tuple[SourceStats | None, Origin | None, float | None]:
         """A source with a connection to spare; else how long to wait for one, None if none is left."""
@@ -317,6 +451,8 @@ class RunFetcher(Closing):
         if now - state.looked_up_at >= _LOOKUP_INTERVAL_S or all(s.url in state.refused for s in state.sources):
             try:
                 state.sources, state.looked_up_at = list(run.origin.sources()), now
+            except (NoProviderError, PermanentError, IntegrityError):
+                raise
             except NetworkError as error:
                 state.reasons[run.origin.url] = str(error)
                 run.tries, state.attempts, now = run.tries + 1, state.attempts + 1, time.monotonic()
@@ -327,14 +463,22 @@ class RunFetcher(Closing):
             usable = {origin.url: origin for origin in state.sources if origin.url not in state.refused}
             if not usable:
                 return None, None, None
-            stats = [self._sources.setdefault(url, SourceStats(url, float(self.connections))) for url in usable]
+            fewest = min(map(state.faults.__getitem__, usable))
+            usable = {url: origin for url, origin in usable.items() if state.faults[url] == fewest}
+            for url, origin in usable.items():
+                self._sources.setdefault(url, SourceStats(url, float(self.connections), origin.is_last))
+            stats = [self._sources[url] for url in usable]
             chosen, later = choose_source(stats, time.monotonic())
             if chosen is None:
                 return None, None, min(_POLL_S, max(0.001, later - time.monotonic()))
             chosen.active += 1
+            if (len(state.sources) > 1 or self._min_bytes_per_s) and self._watch is None:
+                self._watch = SupervisedThread(self._take_over, "fetch-watch")
+                with contextlib.suppress(RuntimeError):  # No thread can be started: slow sources are waited for.
+                    self._watch.start()
             return chosen, usable[chosen.url], None
 
-    def _receive(self, run: ChunkRun, source: Origin) -> None:
+    def _receive(self, run: ChunkRun, source: Origin, attempt: int) -> None:
         """Write the rest of a run to its entry, and mark each chunk that has its hash.
 
         Raises:
@@ -343,9 +487,7 @@ class RunFetcher(Closing):
         """
         entry, size, offset = run.entry, run.entry.chunk_bytes, run.entry.info.offset
         stop = min(run.stop * size, entry.info.bytes)
-        leaves = entry.leaves() if entry.has_leaves else run.read_leaves(source)
-        if leaves is not None and not entry.has_leaves:
-            entry.set_leaves(leaves)
+        leaves = self._find_leaves(run, source)
         if leaves is not None and run.sender != source.url:  # Each chunk has one sender, who answers for its hash.
             run.position, run.sender, run.digest = run.next * size, source.url, hashlib.sha256()
         with (
@@ -353,16 +495,39 @@ class RunFetcher(Closing):
             closing(cast(Generator[memoryview], source.read(run.name, offset + run.position, offset + stop))) as body,
         ):
             for data in body:
-                if len(data) > stop - run.position:
-                    raise ProtocolError(f"{source.url}: expected {stop - run.position} bytes of {run.name}, got more")
                 with run.lock:
-                    if run.has_ended:
+                    if run.has_ended or run.attempt != attempt:
                         raise TransferCancelledError(run.name)
+                    if len(data) > stop - run.position:
+                        raise ProtocolError(
+                            f"{source.url}: expected {stop - run.position} bytes of {run.name}, got more"
+                        )
                     run.received += len(data)
                     self._write(run, source, data, leaves, file.fileno())
                 run.state.last_byte_at = time.monotonic()
         if run.position < stop:
             raise TransientError(f"the body of {run.name} ended at byte {run.position}, before {stop}")
+
+    def _find_leaves(self, run: ChunkRun, source: Origin) -> bytes | None:
+        """The leaves of a slice's tree; None for an object without one. Raises PermanentError if nobody has them."""
+        entry, info = run.entry, run.entry.info
+        if not info.sha256 or entry.check is not None:
+            return None
+        with entry.leaves_lock:
+            reason = "got none"
+            for read in (partial(source.leaves, run.name, info), run.read_leaves) if not entry.has_leaves else ():
+                try:
+                    leaves = read()
+                except (DatasetError, NetworkError) as error:
+                    reason = str(error) if reason == "got none" else f"{reason}; {error}"
+                    continue
+                if len(leaves) == entry.layout.num_chunks * HASH_BYTES and root_of(leaves) == info.sha256:
+                    entry.set_leaves(leaves)
+                    break
+            else:
+                if not entry.has_leaves:
+                    raise PermanentError(f"{source.url}: expected the hashes of the chunks of {run.name}: {reason}")
+            return entry.leaves()
 
     def _write(self, run: ChunkRun, source: Origin, data: memoryview, leaves: bytes | None, file: int) -> None:
         entry, size, num_bytes, written = run.entry, run.entry.chunk_bytes, run.entry.info.bytes, 0
@@ -392,16 +557,18 @@ class RunFetcher(Closing):
 
     def _accuse(self, run: ChunkRun, source: Origin) -> None:
         first, end = run.next * run.entry.chunk_bytes, run.position
-        run.position, run.sender, run.state.has_liar = first, "", True
+        run.position, run.sender = first, ""
+        run.state.liars.add(source.url)
         with self._changed:
             self.wrong_bytes += end - first
-        self.record_lie(source)
-        raise ProtocolError(f"{source.url}: sent wrong bytes in [{first}, {end}) of {run.name}")
-
-    def record_lie(self, source: Origin) -> None:
-        """A source sent wrong bytes: it is asked again only where no other source is."""
-        with self._changed:
             self._sources[source.url].lies += 1
+        raise WrongBytesError(f"{source.url}: sent wrong bytes in [{first}, {end}) of {run.name}")
+
+    def _park(self, run: ChunkRun) -> None:
+        with self._changed:
+            if not self._closed and not run.has_ended:
+                return self._parked.append(run)
+        self._end(run, TransferCancelledError(run.name))
 
     def _again(self, run: ChunkRun, pause_s: float) -> None:
         with self._changed:
@@ -424,7 +591,8 @@ class RunFetcher(Closing):
         return backoff_s(times, _FIRST_BACKOFF_S, self._max_backoff_s)
 
     def _no_source(self, run: ChunkRun) -> NetworkError:
-        kind = IntegrityError if run.state.has_liar else NetworkError
+        liars = run.state.liars
+        kind = IntegrityError if liars and liars >= run.state.refused.keys() else NetworkError
         return kind(
             f"{self._describe(run)}: expected bytes that verify, got none. {self._reasons(run)}. Check the origin, or "
             "add one that has it."

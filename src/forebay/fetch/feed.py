@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,16 +27,16 @@ from forebay.dataset.chunks import consecutive_runs
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.fetch.cache import ChunkCache, Group, NoSpaceError
-from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, MapLayout
+from forebay.fetch.cache import ChunkCache, NoSpaceError
+from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
 from forebay.fetch.needs import ChunkGroup, ChunkTable, PlanNeeds
 from forebay.fetch.pins import ChunkPins
 from forebay.fetch.refetches import Refetches
-from forebay.order.run import Run
+from forebay.order.run import NEVER, Run
 from forebay.storage.locks import at_fork
 
 if TYPE_CHECKING:
-    from forebay.fetch.engine import ChunkRun
+    from forebay.fetch.engine import ChunkRun, RunFetcher, Sources
 
 
 _MAX_RUN_BYTES = 2 << 20  # of a request
@@ -70,23 +71,17 @@ class CacheSettings:
         return min(_AHEAD_BYTES, self.budget_bytes // 4) // sharers
 
 
-class ChunkSource(Protocol):
-    """Where the chunks of a run come from; in the process that made it."""
+class Providers(Protocol):
+    """Who sends the slices of a run, by key; in the process that made it."""
 
-    shares: bool
+    passes_on: bool
+    """Whether a slice is fetched as a whole, since others get it from here."""
 
-    def run(
-        self, dataset: Dataset, index: int, entry: ChunkFile, first: int, stop: int,
-        on_end: Callable[[ChunkRun, Exception | None], object],
-    ) -> ChunkRun:  # fmt: skip
-        """Return the fetch of chunks [first, stop) of a slice into its cached file; `start` it."""
+    def origin(self, key: int) -> Sources:
+        """Return who sends a slice."""
 
-    def start(self, run: ChunkRun) -> None: ...
-
-    def fetch_slice(
-        self, dataset: Dataset, index: int, claimed: Group, on_end: Callable[[Exception | None], object]
-    ) -> None:
-        """Fetch claimed chunks of a slice from the swarm."""
+    def release(self, key: int, is_complete: bool) -> None:
+        """Nothing more of a slice is fetched now; `is_complete`: all of it is here."""
 
     def stats(self) -> dict[str, int]: ...
 
@@ -98,7 +93,7 @@ class ChunkFeed:
 
     Plans are added in the order of their steps, waited for, and released; threads end with `close`. `cached`: whether
     the slices of each dataset go through the cache, of the settings `cache`. `ranks` [first, stop) are this node's.
-    `verify`: hash what is here again.
+    `verify`: hash what is here again. `patience`: arguments of `RunFetcher`.
 
     Raises:
         UsageError: If the cache is smaller than a chunk.
@@ -106,9 +101,10 @@ class ChunkFeed:
 
     def __init__(
         self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, ranks: tuple[int, int], world_size: int,
-        cache: CacheSettings | None, open_source: Callable[[ChunkCache], ChunkSource], verify: bool = False,
+        cache: CacheSettings | None, open_providers: Callable[[ChunkCache, Callable[[], object]], Providers],
+        verify: bool = False, **patience: Any,
     ) -> None:  # fmt: skip
-        self._verify, self._make_source = verify, open_source
+        self._verify, self._make_providers, self._patience = verify, open_providers, patience
         self._datasets, self._cached, self._settings, self._run = datasets, cached, cache, run
         self.cached = any(cached)
         counts = [len(dataset.table) for dataset in datasets]
@@ -128,13 +124,14 @@ class ChunkFeed:
         """Begin without plans: the threads, the fetches and the pins are the parent's."""
         self._changed = threading.Condition(threading.RLock())  # guards all below
         self._plans: deque[PlanNeeds] = deque()
-        self._running: dict[object, tuple[ChunkGroup, I64]] = {}  # fetches
+        self._running: dict[ChunkRun, tuple[ChunkGroup, I64]] = {}  # fetches
         self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
         self._no_room, self._num_verified = "", 1  # Steps whose local chunks are verified at once: more each time.
         self._stuck_since: tuple[PlanNeeds, float] | None = None
         self._finalizers: dict[str, weakref.finalize[[], ChunkFeed]] = {}
         self._cache: ChunkCache | None = None
-        self._source: ChunkSource | None = None
+        self._fetcher: RunFetcher | None = None
+        self._providers: Providers | None = None
         self._pins.forget()
 
     def _check_budget(self, settings: CacheSettings) -> None:
@@ -200,6 +197,16 @@ class ChunkFeed:
         """Start to fetch what the plans so far need."""
         with self._changed:
             self._start_fetches()
+
+    def take_error(self, plan: PlanNeeds) -> Exception | None:
+        """Return the error of a fetch that a plan waits for, once."""
+        with self._changed:
+            return self._take_error([(group, group.chunks) for group in plan.waiting])
+
+    def is_complete(self, plan: PlanNeeds) -> bool:
+        """Return whether all that a plan needs so far is here."""
+        with self._changed:
+            return all(map(self._is_complete, plan.waiting))
 
     def has_bytes(self, key: int, plan: PlanNeeds) -> bool:
         """Whether what a plan needs of a slice so far is here."""
@@ -276,19 +283,31 @@ class ChunkFeed:
         with self._changed:
             if plan in self._plans:
                 self._plans.remove(plan)
-            if self._cache is not None:
+            if self._cache is not None and plan.on_change is None:
                 self._pins.linger(plan)
                 self._pins.unpin(plan.next_step)
+            elif self._cache is not None:
+                self._cache.unpin([(group.entry, group.chunks) for group in plan.groups if group.entry is not None])
             plan.groups, plan.waiting, plan.todo = [], [], []
             self._start_fetches()
 
     def clear(self) -> None:
-        """Release all plans."""
+        """Release all plans of the run's order."""
         with self._changed:
-            for plan in list(self._plans):
+            for plan in [plan for plan in self._plans if plan.on_change is None]:
                 self.release(plan)
             self._pins.unpin(_ALL_STEPS)
             self._errors, self._num_verified = {}, 1
+
+    def open_cache(self) -> ChunkCache:
+        """Return the cache, opened unless it is open."""
+        with self._changed:
+            return self._open_cache(self._settings)
+
+    def bytes_of_last(self) -> int:
+        """Bytes received from sources that are the last to be asked."""
+        with self._changed:
+            return self._past.get("last", 0) + (self._fetcher.bytes_of_last() if self._fetcher is not None else 0)
 
     def stats(self) -> dict[str, Any]:
         with self._changed:
@@ -307,14 +326,16 @@ class ChunkFeed:
     def _past_and_present(self) -> dict[str, int]:
         """Counts of the cache and the source, and of those that were closed."""
         counts = {"evicted_bytes": 0 if self._cache is None else self._cache.evicted_bytes}
-        if self._source is not None:
-            counts |= self._source.stats()
-        return {name: self._past.get(name, 0) + counts.get(name, 0) for name in counts | self._past}
+        if self._providers is not None:
+            counts |= self._providers.stats()
+        if self._fetcher is not None:
+            counts["wrong_bytes"] = self._fetcher.wrong_bytes
+        return {name: self._past.get(name, 0) + counts.get(name, 0) for name in (counts | self._past).keys() - {"last"}}
 
     def close(self) -> None:
         """End the threads, and leave the swarm and the cache. The next plan starts them again."""
         self.pause()
-        self._close_source()
+        self._close_fetcher()
         cache, self._cache, self._pins.cache = self._cache, None, None
         if cache is not None:
             self._past["evicted_bytes"] = self._past.get("evicted_bytes", 0) + cache.evicted_bytes
@@ -323,17 +344,20 @@ class ChunkFeed:
     def pause(self) -> None:
         """End the fetches, but continue to share. The next plan starts them again."""
         self.clear()
-        if self._source is not None and not self._source.shares:
-            self._close_source()
+        if self._providers is None or not self._providers.passes_on:
+            self._close_fetcher()
 
-    def _close_source(self) -> None:
-        source, self._source = self._source, None
-        if source is not None:
-            self._finalizers.pop("source")()
-            with self._changed:  # What was received counts, also of fetches that are cancelled now.
-                self._changed.wait_for(lambda: not self._running, _CLOSE_S)
-            for name, count in source.stats().items():
-                self._past[name] = self._past.get(name, 0) + count
+    def _close_fetcher(self) -> None:
+        fetcher, self._fetcher, providers, self._providers = self._fetcher, None, self._providers, None
+        if fetcher is None or providers is None:
+            return
+        self._finalizers.pop("providers")()
+        self._finalizers.pop("fetcher")()
+        with self._changed:  # What was received counts, also of fetches that are cancelled now.
+            self._changed.wait_for(lambda: not self._running, _CLOSE_S)
+        counts = {**providers.stats(), "wrong_bytes": fetcher.wrong_bytes, "last": fetcher.bytes_of_last()}
+        for name, count in counts.items():
+            self._past[name] = self._past.get(name, 0) + count
 
     # With the lock.
 
@@ -345,13 +369,16 @@ class ChunkFeed:
             self._finalizers["cache"] = weakref.finalize(self, self._cache.close)
         return self._cache
 
-    def _open_source(self) -> ChunkSource:
+    def _open_fetcher(self) -> tuple[RunFetcher, Providers]:
         assert self._settings is not None
-        if self._source is None:
-            cache = self._open_cache(self._settings)
-            self._source = self._make_source(cache)
-            self._finalizers["source"] = weakref.finalize(self, self._source.close)
-        return self._source
+        if self._fetcher is None or self._providers is None:
+            from forebay.fetch.engine import RunFetcher  # A local dataset needs no network packages.
+
+            self._fetcher = fetcher = RunFetcher(self._settings.connections, **self._patience)
+            self._providers = self._make_providers(self._open_cache(self._settings), fetcher.wake)
+            self._finalizers["fetcher"] = weakref.finalize(self, fetcher.close)
+            self._finalizers["providers"] = weakref.finalize(self, self._providers.close)
+        return self._fetcher, self._providers
 
     def _is_complete(self, group: ChunkGroup) -> bool:
         return self._first_missing(group, _ALL_STEPS) == _ALL_STEPS
@@ -440,6 +467,8 @@ class ChunkFeed:
         """The chunk and its neighbours that are required, too, for one request. Few at the start of a run."""
         entry = group.entry
         assert entry is not None and self._settings is not None
+        if self._open_fetcher()[1].passes_on:
+            return self._pins.extend(plan, group, chunk, entry.layout.num_chunks, NEVER)
         max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 16, plan.run_bytes)
         ahead_steps = self.ahead_bytes * (plan.next_step - plan.first_step) // max(1, plan.num_bytes)
         return self._pins.extend(
@@ -455,39 +484,47 @@ class ChunkFeed:
         if (entry.marks[chunks] == UNVERIFIED).any():
             entry.verify(chunks)
         dataset, index = self.find(group.key)
-        source = self._open_source()
-        if source.shares:
-            return self._fetch_slice(group, source, dataset, index)
+        from forebay.fetch.engine import ChunkRun
+
+        fetcher, providers = self._open_fetcher()
         claimed, self._no_room = cache.claim(entry, chunks)
         if self._no_room:
             return False
-        for run in consecutive_runs(claimed) if len(claimed) else ():
-            job = source.run(dataset, index, entry, int(run[0]), int(run[-1]) + 1, self._end_run)
-            self._running[job] = group, run
-            self._count_fetch(group, run)
-            try:
-                source.start(job)
-            except Exception as error:  # noqa: BLE001 - the consumer that waits for the chunks gets it
-                self._end_run(job, error)
+        limit = max(1, _MAX_RUN_BYTES // entry.chunk_bytes)
+        for neighbours in consecutive_runs(claimed) if len(claimed) else ():
+            for run in np.split(neighbours, range(limit, len(neighbours), limit)):
+                job = ChunkRun(
+                    entry, dataset.table.row(index).name, providers.origin(group.key), int(run[0]), int(run[-1]) + 1,
+                    partial(dataset.leaves, index), self._end_run,
+                )  # fmt: skip
+                self._running[job] = group, run
+                self._count_fetch(group, run)
+                try:
+                    fetcher.start(job)
+                except Exception as error:  # noqa: BLE001 - the consumer that waits for the chunks gets it
+                    self._end_run(job, error, tell=False)
         return True
 
-    def _end_run(self, job: ChunkRun, error: Exception | None) -> None:
-        cache, chunks = self._cache, np.arange(job.first, job.stop)
+    def _end_run(self, job: ChunkRun, error: Exception | None, tell: bool = True) -> None:
+        cache, entry = self._cache, job.entry
         if cache is not None:
-            cache.complete(job.entry, chunks)
-        self._end_fetch(job, job.entry, np.arange(job.first, job.next), np.arange(job.next, job.stop), error)
-
-    def _end_fetch(self, job: object, entry: ChunkFile, fetched: I64, rest: I64, error: Exception | None) -> None:
+            cache.complete(entry, np.arange(job.first, job.stop))
         with self._changed:
             group, _ = self._running.pop(job, (None, None))
             if group is None:
                 return
+            if self._providers is not None and all(other.key != group.key for other, _ in self._running.values()):
+                self._providers.release(group.key, entry.is_complete())
+            fetched = np.arange(job.first, job.next)
             self._counts["fetched_bytes"] += entry.bytes_of(fetched)
             self._counts["fetched_chunks"] += len(fetched)
             if error is not None:
-                self._record_failure(group, rest, error)
+                self._record_failure(group, np.arange(job.next, job.stop), error)
             self._start_fetches()
             self._changed.notify_all()
+            changed = [plan.on_change for plan in self._plans if plan.on_change and group in plan.groups]
+        for on_change in changed if tell else ():
+            on_change()
 
     def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception) -> None:
         if any(group in plan.groups for plan in self._plans):  # Else it is of an iteration that ended.
@@ -496,34 +533,9 @@ class ChunkFeed:
         for plan in self._plans:
             plan.position = 0
 
-    def _fetch_slice(self, group: ChunkGroup, source: ChunkSource, dataset: Dataset, index: int) -> bool:
-        """From a swarm, which sends whole slices: fetch the slice, unless it is being fetched."""
-        cache, row = self._open_cache(self._settings), dataset.table.row(index)
-        if row.sha256 in self._running:
-            return True
-        claimed, self._no_room = cache.claim_slice(row)
-        if claimed is None:
-            return not self._no_room
-        entry, chunks = claimed
-        self._running[row.sha256] = group, chunks
-        self._count_fetch(group, chunks)
-
-        def on_end(error: Exception | None) -> None:
-            cache.complete(entry, chunks)
-            with self._changed:
-                stored = entry.stored(chunks)
-                cache.unpin_slice(row.sha256)
-                self._end_fetch(row.sha256, entry, stored, chunks, error)
-
-        try:
-            source.fetch_slice(dataset, index, claimed, on_end)
-        except Exception as error:  # noqa: BLE001 - the consumer that waits for the slice gets it
-            on_end(error)
-        return True
-
     def _count_fetch(self, group: ChunkGroup, chunks: I64) -> None:
         plan = next((plan for plan in self._plans if group in plan.groups), None)
-        if plan is not None:
+        if plan is not None and plan.on_change is None:
             is_own = self._cache is not None and self._cache.evicted_bytes > 0
             self._refetches.add(group, chunks, plan.first_step, is_own)
 

@@ -1,7 +1,7 @@
 """Which chunks of which slices the steps of a plan read, and from which step on: arithmetic on byte ranges."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,8 @@ class PlanNeeds:
     next_step: int  # after its last
     num_bytes: int  # that its samples read, about
     run_bytes: int  # of a request that has neighbours of its chunks, too
+    on_change: Callable[[], object] | None = None
+    """Of a plan that is no part of the run's order: called, without a lock, when a fetch of its chunks ended."""
     groups: list[ChunkGroup] = field(default_factory=list)
     waiting: list[ChunkGroup] = field(default_factory=list)  # those of `groups` that are not complete
     todo: list[tuple[int, ChunkGroup, int]] = field(default_factory=list)  # (step, group, chunk) to fetch, by step

@@ -13,7 +13,7 @@ from forebay.arrays import BOOL, I64
 from forebay.fetch.cache import ChunkCache
 from forebay.fetch.chunk_file import ABSENT
 from forebay.fetch.needs import ChunkGroup, ChunkTable, PlanNeeds
-from forebay.order.run import Run
+from forebay.order.run import NEVER, Run
 
 
 class ChunkPins:
@@ -111,6 +111,7 @@ class ChunkPins:
         until = self.window_ends(plan.first_step, keys, near)
         is_soon = self._of_chunks(self._run.read_steps, plan.first_step, keys, near) <= until_step
         is_required = (entry.refs[near] > 0) | (is_soon & (until > plan.next_step)) | (until == until[index])
+        is_required |= until_step == NEVER
         is_required &= entry.marks[near] == ABSENT
         is_required[index] = True
         after = min(_count_true(is_required[index:]), limit)

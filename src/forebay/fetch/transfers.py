@@ -1,16 +1,14 @@
 """Transfers of whole objects into files, by the runs of chunks of `engine.RunFetcher`.
 
-The hashes of a slice's chunks come from its sources, or from the dataset's `chunks.sha256`. Where no source has them, a
-slice comes from one source at a time, and all of it is verified at the end. Other objects are verified by a check of
-the caller. A killed transfer goes on with the chunks that are complete.
+The hashes of a slice's chunks come from its sources, or from the dataset's `chunks.sha256`. Other objects are verified
+by a check of the caller. A killed transfer goes on with the chunks that are complete.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -20,19 +18,16 @@ from typing import Any, Self, cast
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.errors import ForebayError, UsageError
 from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
-from forebay.fetch.engine import ChunkRun, FetchState, RunFetcher, TransferCancelledError, disk_error
+from forebay.fetch.engine import ChunkRun, FetchState, RunFetcher, Sources, TransferCancelledError, disk_error
 from forebay.files import sync_file
-from forebay.storage.base import Origin, log
 
 Group = tuple[ChunkFile, I64]  # Chunks of a file.
 RUN_BYTES = 8 << 20  # the longest request by default
 _MIN_RUN_BYTES = 1 << 20
 _PROGRESS_S = 0.1
-OnWrong = Callable[[Origin, str], object]
 
 
 class Transfer(ABC):
@@ -72,36 +67,35 @@ class Transfer(ABC):
 
 
 class ChunkTransfer(Transfer):
-    """The absent chunks of a file, from several origins at once; `start` it.
+    """The absent chunks of a file, from all sources of an origin at once; `start` it.
 
     Args:
         chunks: To fetch, unless they are present: claimed, so that no other process fetches them; by default all.
         read_leaves: Returns the hashes of the chunks where no source has them; raises ForebayError.
-        on_wrong: Called from another thread with a source that sent wrong bytes or broke the protocol.
         run_bytes: Bytes of a request; by default 1 to 8 MiB.
     """
 
     def __init__(
-        self, fetcher: RunFetcher, entry: ChunkFile, info: SliceInfo, origins: Sequence[Origin], *,
-        chunks: I64 | None = None, read_leaves: Callable[[], bytes] | None = None, on_wrong: OnWrong | None = None,
-        run_bytes: int = 0,
+        self, fetcher: RunFetcher, entry: ChunkFile, info: SliceInfo, origin: Sources, *,
+        chunks: I64 | None = None, read_leaves: Callable[[], bytes] = bytes, run_bytes: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(info, entry.path)
-        self.url = ", ".join(origin.url for origin in origins)
-        self._fetcher, self._entry, self._origins = fetcher, entry, origins
-        self._read_leaves, self._on_wrong = read_leaves, on_wrong or (lambda source, reason: None)
+        self._fetcher, self._entry = fetcher, entry
         run_bytes = run_bytes or min(RUN_BYTES, max(_MIN_RUN_BYTES, -(-entry.info.bytes // fetcher.connections)))
-        self._run_chunks = max(1, run_bytes // entry.chunk_bytes)
+        count = max(1, run_bytes // entry.chunk_bytes)
         chunks = np.arange(entry.layout.num_chunks) if chunks is None else chunks
-        self._chunks = chunks[~np.isin(entry.marks[chunks], (PRESENT, UNVERIFIED))]
-        self._mark = int(entry.marks[self._chunks[0]]) if len(self._chunks) else ABSENT
-        self._state, self._order = FetchState(), -1
+        chunks = chunks[~np.isin(entry.marks[chunks], (PRESENT, UNVERIFIED))]
+        starts = np.flatnonzero((np.diff(chunks) > 1) | (chunks[1:] % count == 0)) + 1
+        state, self._order = FetchState(), -1
         self._lock = threading.RLock()  # guards all below
-        self._only: Origin | None = None  # the source of a slice whose hashes are not available
-        self._runs: list[ChunkRun] = []
-        self._todo: list[ChunkRun] = []
+        self._base = entry.info.bytes - entry.bytes_of(chunks)
+        self._runs = [
+            ChunkRun(entry, info.name, origin, int(run[0]), int(run[-1]) + 1, read_leaves, self._end_run, state)
+            for run in np.split(chunks, starts)
+            if len(run)
+        ]
+        self._todo = self._runs[::-1]
         self._running: set[ChunkRun] = set()
-        self._base = entry.info.bytes - entry.bytes_of(self._chunks)
         self._has_ended = False
 
     @property
@@ -110,7 +104,10 @@ class ChunkTransfer(Transfer):
 
     def start(self) -> Self:
         """Start to fetch; returns at once. Raises UsageError if the fetcher is closed, or of another process."""
-        self._fetch(self._chunks)
+        with self._lock:
+            is_over = self._start_runs()
+        if is_over:
+            self._end(None)
         if isinstance(self.error, UsageError):
             raise self.error
         return self
@@ -128,47 +125,9 @@ class ChunkTransfer(Transfer):
     def cancel(self) -> None:
         self._end(TransferCancelledError(self.info.name))
 
-    def sources(self) -> list[Origin]:
-        """The sources of all origins that can be reached, or the chosen one. Raises NetworkError if none can be."""
-        if self._only is not None:
-            return [self._only]
-        sources, fault = list[Origin](), None
-        for origin in self._origins:
-            try:
-                sources += origin.sources()
-            except NetworkError as error:
-                self._state.reasons[origin.url] = str(error)
-                fault = error
-        if fault is not None and not sources:
-            raise fault
-        return sources
-
-    def _fetch(self, chunks: I64) -> None:
-        entry, count = self._entry, self._run_chunks
-        starts = np.flatnonzero((np.diff(chunks) > 1) | (chunks[1:] % count == 0)) + 1
-        with self._lock:
-            if self._has_ended:
-                return
-            self._runs = [
-                ChunkRun(
-                    entry, self.info.name, self, int(run[0]), int(run[-1]) + 1, self._find_leaves,
-                    self._end_run, self._on_wrong, self._state, self._order,
-                ) for run in np.split(chunks, starts) if len(run)
-            ]  # fmt: skip
-            self._base = entry.info.bytes - entry.bytes_of(chunks)
-            self._todo = self._runs[::-1]
-            is_over = self._start_runs()
-        if is_over:
-            self._conclude()
-
     def _start_runs(self) -> bool:
-        """Start as many runs as there are connections, the first one alone until it has found the hashes.
-
-        Returns whether all have ended. With the lock held.
-        """
-        has_found = self._entry.has_leaves or self._only is not None or not self.info.sha256
-        limit = self._fetcher.connections if has_found else 1
-        while self._todo and len(self._running) < limit:
+        """Start as many runs as there are connections; return whether all have ended. With the lock held."""
+        while self._todo and len(self._running) < self._fetcher.connections:
             run = self._todo.pop()
             run.order = self._order
             self._running.add(run)
@@ -181,75 +140,14 @@ class ChunkTransfer(Transfer):
             self._order = run.order
         return not self._running
 
-    def _find_leaves(self, source: Origin) -> bytes | None:
-        """The hashes of the chunks, of the first source that has them; None if none has."""
-        if self.info.sha256 and self._only is None and not self._entry.has_leaves:
-            leaves = self._ask_for_leaves(source)
-            with self._lock:
-                if leaves is not None:
-                    self._entry.set_leaves(leaves)
-                else:
-                    self._only, self._state.sources = source, [source]
-                self._start_runs()
-        return self._entry.leaves() if self._entry.has_leaves else None
-
-    def _ask_for_leaves(self, first: Origin) -> bytes | None:
-        count = self._entry.layout.num_chunks
-        others = [source for source in self.sources() if source.url not in {first.url, *self._state.refused}]
-        readers: list[Callable[[], bytes]] = [
-            functools.partial(source.leaves, self.info.name, self.info) for source in (first, *others)
-        ]
-        for read in [*readers, self._read_leaves or bytes]:
-            try:
-                leaves: bytes = read()
-            except ForebayError as error:
-                log.info("hashes of %s: %s", self.info.name, error)
-                continue
-            if len(leaves) == count * HASH_BYTES and root_of(leaves) == self.info.sha256:
-                return leaves
-        return None
-
     def _end_run(self, run: ChunkRun, error: Exception | None) -> None:
         with self._lock:
             if self._has_ended or run not in self._running:
                 return
             self._running.remove(run)
-            only = self._only
             is_over = error is None and self._start_runs()
-        if only is not None and isinstance(error, NetworkError) and not isinstance(error, TransferCancelledError):
-            self._state.refused.setdefault(only.url, str(error))
-            self._change_source()
-        elif error is not None:
+        if is_over or error is not None:
             self._end(error)
-        elif is_over:
-            self._conclude()
-
-    def _conclude(self) -> None:
-        """All chunks are here: verify those that were not."""
-        entry, chunks = self._entry, np.arange(self._entry.layout.num_chunks)
-        try:
-            if self.info.sha256 and not entry.verify(chunks):
-                reason = f"sent {entry.info.bytes} bytes that do not have the hash {self.info.sha256}"
-                if self._only is not None:
-                    self._state.refused[self._only.url] = reason
-                    self._state.has_liar = True
-                    self._fetcher.record_lie(self._only)
-                    self._on_wrong(self._only, f"{self._only.url}: {reason}")
-                return self._change_source()
-            self._end(None)
-        except Exception as error:  # noqa: BLE001 - who waits for the transfer gets it
-            self._end(error)
-
-    def _change_source(self) -> None:
-        """Fetch all again, from another source."""
-        with self._lock:
-            if self._has_ended:
-                return
-            self._fetcher.cancel(self._running)
-            self._running.clear()
-            self._only, self._state.looked_up_at = None, float("-inf")
-            self._entry.marks[self._chunks] = self._mark
-        self._fetch(self._chunks)
 
     def _end(self, error: Exception | None) -> None:
         with self._lock:
@@ -258,9 +156,6 @@ class ChunkTransfer(Transfer):
             self._has_ended = True
             self._fetcher.cancel(self._running)
             self._base, self._runs, self._todo = self.received, [], []
-            if self.info.sha256 and error is not None:
-                marks = self._entry.marks
-                marks[self._chunks[marks[self._chunks] == UNVERIFIED]] = self._mark
         if isinstance(error, OSError) and not isinstance(error, ForebayError):
             error = disk_error(self.part, self.info.bytes, error)
         self.finish(error)
@@ -272,14 +167,12 @@ class FileTransfer(ChunkTransfer):
     An existing file is resumed. Raises UsageError if it cannot be written. Arguments as of ChunkTransfer.
     """
 
-    def __init__(
-        self, fetcher: RunFetcher, info: SliceInfo, part: Path, origins: Sequence[Origin], **settings: Any
-    ) -> None:
+    def __init__(self, fetcher: RunFetcher, info: SliceInfo, part: Path, origin: Sources, **settings: Any) -> None:
         try:
             entry = _open(part, info)
         except OSError as error:
             raise disk_error(part, info.bytes, error) from error
-        super().__init__(fetcher, entry, info, origins, **settings)
+        super().__init__(fetcher, entry, info, origin, **settings)
 
     def finish(self, error: Exception | None) -> None:
         """See Transfer."""

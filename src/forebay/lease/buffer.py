@@ -52,12 +52,6 @@ class LeaseBuffer:
             if any(lease.is_spent for lease, _ in parts):
                 self._changed.notify_all()
 
-    # The threads that fetch.
-
-    def next_to_fetch(self) -> ActiveLease | None:
-        """As `LeaseState.next_to_fetch`, but waits for one. None when closed."""
-        return self.wait(self.state.next_to_fetch)
-
     # The thread that talks to the scheduler.
 
     def wait_due(self) -> bool:

@@ -1,44 +1,35 @@
-"""Fetches the slices of leases into the cache: from other workers first, from origins last, each verified.
+"""The slices of leases, which a feed fetches: from other workers first, from origins last.
 
 A provider that sends wrong bytes or another range, does not answer, or has another peer's certificate is rejected for
-the slice and reported to the scheduler; the slice is then requested from the others. A source that sends less than
-32 KiB/s for ten seconds is rejected too. A lease whose slice was received with a wrong hash only counts as failed; one
-that no provider sends is released.
+the slice and reported to the scheduler; the slice is then requested from the others. A lease whose slice was received
+with a wrong hash only counts as failed; one that no provider sends is released.
 """
 
-import contextlib
 import logging
+import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES
-from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.errors import ForebayError, IntegrityError, NetworkError
-from forebay.fetch.cache import ChunkCache
-from forebay.fetch.engine import RunFetcher
-from forebay.fetch.transfers import ChunkTransfer, Group
+from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolError, UsageError
+from forebay.fetch.cache import ChunkCache, NoSpaceError
+from forebay.fetch.feed import ChunkFeed
+from forebay.fetch.needs import PlanNeeds
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.messages import Lease, prove
-from forebay.lease.state import MAX_FETCHES, ActiveLease
+from forebay.lease.state import ActiveLease
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
-from forebay.storage.base import Origin, TransientError
+from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.peer_source import FromUrls, PeerSource, open_untrusted_origin
 from forebay.swarm.members import format_ranges
-from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.worker")
-_CONNECTIONS = 8
 _STALL_S = 5.0
-_PACE_S, _PACE_BYTES = 10.0, 10 * 32768
-_RETRY_RESERVE_S = 0.05
 _MAX_URLS = 64
 
 
@@ -66,217 +57,207 @@ class CacheIndex:
 
 
 @dataclass(eq=False)
-class SliceFetcher:
-    """Fetches the slices of a worker's leases, `MAX_FETCHES` at once, from `start` to `close`.
+class LeaseProviders:
+    """Who sends the slice of a lease, as the scheduler says: other workers, and data nodes last."""
 
-    If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed. `dataset` says where
-    the hashes of a slice's chunks are in the `chunks.sha256` of a web server.
-    """
-
-    client: Client
-    cache: ChunkCache
-    leases: LeaseBuffer
-    patience_s: float
-    from_urls: FromUrls
-    dataset: Dataset
+    fetches: "LeaseFetches"
+    grant: Lease
 
     def __post_init__(self) -> None:
-        self.bytes = self.slices = self.bytes_from_workers = 0
-        self.failure: Exception | None = None
-        self._peer_id = self.client.identity.peer_id if self.client.identity is not None else ""
-        self._origins: dict[str, Origin] = {}  # by URL
-        self._fetcher = RunFetcher(_CONNECTIONS, tries=2, timeout_s=1.0, max_backoff_s=1.0)
-        self._lock = threading.Lock()
-        self._reported: dict[tuple[str, str], bool] = {}  # (peer id or URL, slice) to whether it is not asked again
-        self._num_misses = 0
-        self._last_hit_at = time.monotonic()
-        self._closing = threading.Event()
-        self._threads = [
-            SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(MAX_FETCHES)
-        ]
+        self.url = f"the providers of the lease of {self.grant.name}"
+        self._sources: dict[str, Origin] = {}  # By peer id or URL.
 
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def close(self) -> None:
-        """Cancel fetches and join the threads; what was received stays. The buffer must be closed."""
-        self._closing.set()
-        self._fetcher.close()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while (lease := self.leases.next_to_fetch()) is not None:
-            try:
-                self._serve(lease)
-            except ForebayError as error:  # no provider for too long, or the cache is too small
-                if not self._closing.is_set():
-                    self.failure = self.failure or error
-                    self.leases.close()
-
-    def _serve(self, lease: ActiveLease) -> None:
-        grant, started = lease.grant, time.monotonic()
-        path, is_needed = None, False
-        try:
-            # Pinned: another worker on this cache may evict slices between the fetch and the first step.
-            if (path := self._fetch(lease)) is not None:
-                proof = prove(grant.lease_id, self._peer_id, path, grant.bytes)
-                with self.leases.locked() as state:
-                    is_needed = state.fetched(lease, path, time.monotonic() - started, proof)
-            self._num_misses, self._last_hit_at = 0, time.monotonic()
-        except IntegrityError as error:
-            with self.leases.locked() as state:
-                state.fail(lease, str(error))
-        except Exception as error:  # also a full disk or a missing descriptor: the fetch is repeated
-            is_transient = isinstance(error, NetworkError) or isinstance(error.__cause__, OSError)
-            if isinstance(error, ForebayError) and not is_transient:
-                raise
-            if not isinstance(error, NetworkError):
-                log.exception("slice %s: cannot fetch it; its lease is released", grant.name)
-            if not lease.ended:
-                with self.leases.locked() as state:
-                    state.release(lease)
-                self._back_off(grant, error)
-        finally:
-            if path is not None and not is_needed:
-                self.cache.unpin_slice(grant.sha256)
-
-    def _back_off(self, grant: Lease, error: Exception) -> None:
-        self._num_misses += 1
-        if self._num_misses >= 5 and time.monotonic() - self._last_hit_at > self.patience_s:
-            if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
-                raise error  # of the disk: it names the file and the next step
-            raise NetworkError(
-                f"worker: no provider gave any slice for {self.patience_s:g} s, "
-                f"last {grant.name}: {error}. Is a data node running?"
-            ) from error
-        self._closing.wait(backoff_s(self._num_misses, 0.1, 2.0))
-
-    def _fetch(self, lease: ActiveLease) -> Path | None:
-        """Fetch the absent chunks, or wait for another process that does; the slice's file, pinned, or None."""
-        info, cache = _info_of(lease.grant), self.cache
-        while not (lease.ended or self._closing.is_set()):
-            if (path := cache.get(info.sha256, pin=True)) is not None:
-                return path
-            claimed, _ = cache.claim_slice(info)
-            if claimed is None:
-                self._closing.wait(_RETRY_RESERVE_S)
+    def sources(self) -> list[Origin]:
+        """The usable providers. Raises PermanentError with the last reason if there is none."""
+        reason = "none is known now"
+        for provider in self.grant.providers:
+            name = provider.peer_id or provider.address
+            if name in self._sources:
                 continue
             try:
-                self._fetch_from_providers(lease, claimed)
-            except BaseException:
-                cache.complete(*claimed)
-                cache.unpin_slice(info.sha256)
-                raise
-            cache.complete(*claimed)
-            if claimed[0].is_complete():
-                return claimed[0].path
-            cache.unpin_slice(info.sha256)
-        return None
-
-    def _fetch_from_providers(self, lease: ActiveLease, claimed: Group) -> None:
-        grant = lease.grant
-        faults: list[NetworkError] = []
-        for is_origin in (False, True):
-            providers = [
-                p for p in grant.providers
-                if p.is_origin == is_origin and not self._reported.get((p.peer_id or p.address, grant.sha256))
-            ]  # fmt: skip
-            if not providers:
-                continue
-            try:
-                self._transfer(lease, claimed, providers)
-            except NetworkError as error:
-                # The slice itself is at fault only if all that sent it sent wrong bytes.
-                is_transient = bool(faults) and not isinstance(faults[-1], IntegrityError)
-                faults.append(faults[-1] if is_transient else error)
-                continue
-            with self._lock:
-                self.bytes += grant.bytes
-                self.slices += 1
-                self.bytes_from_workers += 0 if is_origin else grant.bytes
-            return
-        raise faults[-1] if faults else NetworkError(f"slice {grant.name}: no usable provider is known now")
-
-    def _transfer(self, lease: ActiveLease, claimed: Group, providers: Sequence[Provider]) -> None:
-        """One transfer from all of these providers at once, for as long as it is fast enough."""
-        grant = lease.grant
-        sources = self._sources(grant, providers)
-        received, since = 0, time.monotonic()
-        transfer = ChunkTransfer(
-            self._fetcher, claimed[0], _info_of(grant), sources, chunks=claimed[1],
-            read_leaves=lambda: self._read_leaves(grant, sources),
-            on_wrong=lambda source, reason: self._reject(grant, source, reason),
-        ).start()  # fmt: skip
-        while not transfer.wait(0.25):
-            now = time.monotonic()
-            if lease.ended or self._closing.is_set():
-                transfer.cancel()
-            elif now - since >= _PACE_S:
-                if transfer.received - received < _PACE_BYTES:
-                    transfer.cancel()
-                    for source in sources:
-                        self._reject(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
-                received, since = transfer.received, now
-        if transfer.error is not None:
-            raise transfer.error
-
-    def _read_leaves(self, grant: Lease, sources: Sequence[Origin]) -> bytes:
-        """The hashes of a slice's chunks, not verified, of the first web server that has them; else none."""
-        if grant.slice < self.dataset.num_slices:
-            start, stop = (self.dataset.first_chunks[grant.slice : grant.slice + 2] * HASH_BYTES).tolist()
-            for source in (source for source in sources if not isinstance(source, PeerSource)):
-                with contextlib.suppress(NetworkError):
-                    return b"".join(map(bytes, source.read(CHUNKS_FILE, start, stop)))
-        return b""
-
-    def _sources(self, grant: Lease, providers: Sequence[Provider]) -> list[Origin]:
-        """The usable providers; NetworkError with the last reason if there is none."""
-        sources, reason = list[Origin](), ""
-        for provider in providers:
-            try:
-                sources.append(self._source(grant, provider))
+                self._sources[name] = source = self.fetches.open_source(self.grant, provider)
+                source.is_last = provider.is_origin
             except (ForebayError, ValueError) as error:  # does not affect the other providers
                 reason = str(error)
-        if not sources:
-            raise NetworkError(f"slice {grant.name}: none of its providers can be used: {reason}")
-        return sources
+        rejected = {name: why for name in self._sources if (why := self.fetches.rejection(name, self.grant))}
+        if usable := [source for name, source in self._sources.items() if name not in rejected]:
+            return usable
+        if rejected and all(isinstance(why, IntegrityError) for why in rejected.values()):
+            raise IntegrityError(f"slice {self.grant.name}: {'; '.join(map(str, rejected.values()))}")
+        raise PermanentError(f"slice {self.grant.name}: none of its providers can be used: {reason}")
 
-    def _source(self, grant: Lease, provider: Provider) -> Origin:
-        if provider.is_url:
-            url = provider.address
-            with self._lock:
-                if url not in self._origins:
-                    if len(self._origins) >= _MAX_URLS:
-                        self._origins.clear()
-                    self._origins[url] = open_untrusted_origin(url, self.from_urls)
-                return self._origins[url]
+    def report(self, source: Origin, error: NetworkError) -> bool:
+        name = next((name for name, other in self._sources.items() if other is source), source.url)
+        wrong, is_other = isinstance(error, ProtocolError), isinstance(error.__cause__, WrongPeerError)
+        if wrong or is_other or (isinstance(error, TransientError) and not error.throttled):
+            self.fetches.report(name, self.grant, error, wrong=wrong, is_final=wrong or is_other)
+        return wrong or is_other
 
-        def on_fault(error: NetworkError) -> None:
-            if isinstance(error.__cause__, WrongPeerError):
-                self._reject(grant, source, str(error), wrong=False)
-            elif isinstance(error, TransientError) and not error.throttled:
-                self._reject(grant, source, str(error), wrong=False, final=False)
 
-        source = PeerSource(
-            self.client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S, on_fault=on_fault,
-            once=not provider.is_origin,
-        )  # fmt: skip
-        return source
+class GrantedProviders:
+    """Who sends the slices of leases, by key: the providers of a feed, see `Providers`."""
 
-    def _reject(self, grant: Lease, source: Origin, reason: str, wrong: bool = True, final: bool = True) -> None:
-        """Report a source to the scheduler, once; if `final`, it is not asked for this slice again."""
-        name = source.peer_id or "" if isinstance(source, PeerSource) else source.url
-        with self._lock:
-            reported = self._reported.get((name, grant.sha256))
-            if reported is not None and reported >= final:
+    passes_on = True
+
+    def __init__(self) -> None:
+        self.by_key: dict[int, LeaseProviders] = {}
+
+    def origin(self, key: int) -> LeaseProviders:
+        return self.by_key[key]
+
+    def release(self, key: int, is_complete: bool) -> None:
+        pass
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class LeaseFetches:
+    """The slices of a worker's leases, fetched by a feed from their grant until they are released.
+
+    If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed.
+
+    Args:
+        granted: The feed's providers, which get those of the leases.
+        first_key: Of slice 0 of the job's dataset in the feed.
+        client: Of the network.
+    """
+
+    def __init__(
+        self, feed: ChunkFeed, granted: GrantedProviders, first_key: int, client: Client, leases: LeaseBuffer,
+        patience_s: float, from_urls: FromUrls, dataset: Dataset,
+    ) -> None:  # fmt: skip
+        self.failure: Exception | None = None
+        self._feed, self._granted, self._first_key = feed, granted, first_key
+        self._client, self._leases, self._dataset = client, leases, dataset
+        self._patience_s, self._from_urls = patience_s, from_urls
+        self._peer_id = client.identity.peer_id if client.identity is not None else ""
+        self._needs: dict[str, tuple[ActiveLease, PlanNeeds, float]] = {}  # by lease id; since when
+        self._lock = threading.Lock()  # guards the next two
+        self._origins: dict[str, Origin] = {}  # by URL
+        self._rejected: dict[tuple[str, str], NetworkError | None] = {}  # (peer id or URL, slice) to why, if so
+        self._num_misses, self._not_before = 0, 0.0
+        self._last_hit_at = time.monotonic()
+
+    def update(self) -> None:
+        """Fetch the slices of new leases, and forget those of leases that ended: after each exchange, and later."""
+        for known, _, _ in list(self._needs.values()):
+            if known.ended and known.path is None:
+                self.release(known.grant)
+            else:
+                self._check(known)
+        self._feed.fetch()  # There may be space now.
+        while time.monotonic() >= self._not_before:
+            with self._leases.locked() as state:
+                lease = state.next_to_fetch()
+            if lease is None or not self._start(lease):
                 return
-            self._reported[name, grant.sha256] = final
-        with self.leases.locked() as state:
-            state.report(name, grant.sha256, reason, wrong=wrong, rejected=final)
 
+    def release(self, grant: Lease) -> None:
+        """A slice that was fetched is not needed any more."""
+        if (entry := self._needs.pop(grant.lease_id, None)) is not None:
+            self._feed.release(entry[1])
+            key, by_key = self._first_key + grant.slice, self._granted.by_key
+            if key in by_key and by_key[key].grant is grant:
+                del by_key[key]
 
-def _info_of(grant: Lease) -> SliceInfo:
-    return SliceInfo(grant.slice, grant.name, grant.bytes, grant.sha256, 0, 0, grant.chunk_bytes)
+    def _start(self, lease: ActiveLease) -> bool:
+        """Return whether there was space for it."""
+        grant, table = lease.grant, self._dataset.table
+        row = table.row(grant.slice) if grant.slice < len(table) else None
+        if row is None or (grant.dataset_id, grant.sha256) != (self._dataset.id, row.sha256):
+            reason = f"slice {grant.name}: expected one of the dataset {self._dataset.id}, got another."
+            self._fail(lease, IntegrityError(reason))
+            return True
+        budget = self._feed.open_cache().budget_bytes
+        if grant.bytes > budget:
+            self._end(
+                UsageError(f"cache: slice {grant.name} has {grant.bytes} bytes, the budget is {budget}. Raise it.")
+            )
+            return False
+        key = self._first_key + grant.slice
+        needs = PlanNeeds(0, 1, grant.bytes, sys.maxsize, on_change=lambda: self._check(lease))
+        self._granted.by_key[key] = LeaseProviders(self, grant)
+        self._feed.add(needs)
+        zero = np.zeros(1, np.int64)
+        try:
+            self._feed.need(needs, zero + key, zero, zero + grant.bytes, zero)
+        except NoSpaceError:
+            self._feed.release(needs)
+            with self._leases.locked():
+                lease.is_fetching = False
+            return False
+        self._needs[grant.lease_id] = lease, needs, time.monotonic()
+        self._feed.fetch()
+        self._check(lease)
+        return True
+
+    def _check(self, lease: ActiveLease) -> None:
+        """Say that the slice of a lease is here, or that it cannot be fetched."""
+        grant = lease.grant
+        _, needs, since = self._needs.get(grant.lease_id, (lease, None, 0.0))
+        if needs is None or lease.path is not None:
+            return
+        if not self._feed.is_complete(needs):
+            if (error := self._feed.take_error(needs)) is not None:
+                self._fail(lease, error)
+            return
+        entry = needs.groups[0].entry
+        assert entry is not None
+        self._num_misses, self._last_hit_at = 0, time.monotonic()
+        proof = prove(grant.lease_id, self._peer_id, entry.path, grant.bytes)
+        with self._leases.locked() as state:
+            if lease.path is not None or state.fetched(lease, entry.path, time.monotonic() - since, proof):
+                return
+        self.release(grant)
+
+    def _fail(self, lease: ActiveLease, error: Exception) -> None:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, (NetworkError, OSError)):  # A full disk may have space again.
+            cause = cause.__cause__
+        with self._leases.locked() as state:
+            state.fail(lease, str(error)) if isinstance(error, IntegrityError) else state.release(lease)
+        self.release(lease.grant)
+        if isinstance(error, IntegrityError):
+            return
+        self._num_misses += 1
+        is_over = self._num_misses >= 5 and time.monotonic() - self._last_hit_at > self._patience_s
+        self._not_before = time.monotonic() + backoff_s(self._num_misses, 0.1, 2.0)
+        if is_over or cause is None:
+            if isinstance(error, NetworkError):
+                error = NetworkError(
+                    f"worker: no provider gave any slice for {self._patience_s:g} s, last {lease.grant.name}: {error}. "
+                    "Is a data node running?"
+                )
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self.failure = self.failure or error
+        self._leases.close()
+
+    def open_source(self, grant: Lease, provider: Provider) -> Origin:
+        """Return the peer or the URL of a provider, not connected yet. Raises PermanentError if it may not be asked."""
+        if not provider.is_url:
+            return PeerSource(self._client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S)
+        with self._lock:
+            if provider.address not in self._origins:
+                if len(self._origins) >= _MAX_URLS:
+                    self._origins.clear()
+                self._origins[provider.address] = open_untrusted_origin(provider.address, self._from_urls)
+            return self._origins[provider.address]
+
+    def rejection(self, name: str, grant: Lease) -> NetworkError | None:
+        """Return why a source is not asked for a slice again, if so."""
+        return self._rejected.get((name, grant.sha256))
+
+    def report(self, name: str, grant: Lease, error: NetworkError, *, wrong: bool, is_final: bool) -> None:
+        """Report a source to the scheduler, once; if `is_final`, it is not asked for this slice again."""
+        with self._lock:
+            if (name, grant.sha256) in self._rejected and (self._rejected[name, grant.sha256] or not is_final):
+                return
+            self._rejected[name, grant.sha256] = error if is_final else None
+        with self._leases.locked() as state:
+            state.report(name, grant.sha256, str(error), wrong=wrong, rejected=is_final)

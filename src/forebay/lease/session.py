@@ -22,9 +22,9 @@ from typing import get_args
 
 from forebay.closing import Closing
 from forebay.errors import ForebayError
-from forebay.fetch.cache import ChunkCache
+from forebay.fetch.feed import ChunkFeed
 from forebay.lease.buffer import LeaseBuffer
-from forebay.lease.fetching import CacheIndex, SliceFetcher
+from forebay.lease.fetching import CacheIndex, GrantedProviders, LeaseFetches
 from forebay.lease.job import LeaseJob
 from forebay.lease.messages import Cause, ExchangeReply, ExchangeRequest, Lease, WorkerStats
 from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachableError
@@ -47,7 +47,7 @@ class SessionSettings:
     """The settings of a session.
 
     Args:
-        cache_dir, cache_bytes: The directory of verified slices, and how much they may take.
+        cache_bytes: How much the slices of the leases may take.
         batch_size: Samples of a step.
         receipt_s: See `LeaseState`.
         share: `host:port` where other workers get cached slices; port 0: any; no host: every address of this machine;
@@ -55,7 +55,6 @@ class SessionSettings:
         upload_bytes_per_s: Limit of what is sent to other workers.
     """
 
-    cache_dir: str | Path
     cache_bytes: int
     batch_size: int
     receipt_s: float = 1.0
@@ -66,32 +65,33 @@ class SessionSettings:
 class LeaseSession(Closing):
     """Leases of a job, from construction to `close`, which acknowledges what was used and releases the rest.
 
+    The feed `slices` fetches their slices, of which `first_key` is the dataset's first, from `granted`, its providers.
+
     `failure` is set when the leases closed because of an error: no scheduler, or no provider, for `patience_s`; a
     slice that does not fit the cache.
     """
 
     def __init__(
-        self, job: LeaseJob, settings: SessionSettings, stats_of_loader: Callable[[], Mapping[str, float]] = dict
-    ) -> None:
-        self.job = job
+        self, job: LeaseJob, settings: SessionSettings, slices: ChunkFeed, granted: GrantedProviders,
+        first_key: int = 0, stats_of_loader: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:  # fmt: skip
+        self.job, self._slices = job, slices
         self._stats_of_loader, self._stats_at = stats_of_loader, 0.0
         self.patience_s = job.scheduler.patience_s
         with contextlib.ExitStack() as stack:
-            self.cache = ChunkCache(settings.cache_dir, settings.cache_bytes)
-            stack.callback(self.cache.close)
+            self.cache = slices.open_cache()
             # The first session of the cache directory that no process has.
             paths = (self.cache.directory / f"session-{number}" for number in itertools.count())
             self._name, job.scheduler.attempt, lock = next(filter(None, map(_lock_session, paths)))
             stack.callback(lock.release)
             self.index = CacheIndex(self.cache, job.dataset)
             state = LeaseState(
-                settings.batch_size, settings.cache_bytes, settings.receipt_s,
-                lambda grant: self.cache.unpin_slice(grant.sha256),
-            )  # fmt: skip
-            self.leases = LeaseBuffer(state)
-            self.fetcher = SliceFetcher(
-                job.client, self.cache, self.leases, self.patience_s, job.from_urls, job.dataset
+                settings.batch_size, settings.cache_bytes, settings.receipt_s, lambda grant: self.fetches.release(grant)
             )
+            self.leases = LeaseBuffer(state)
+            self.fetches = LeaseFetches(
+                slices, granted, first_key, job.client, self.leases, self.patience_s, job.from_urls, job.dataset
+            )  # fmt: skip
             trust = TrustWatch(job.identity, job.client, peers=job.scheduler.addresses, discovery=job.discovery)
             stack.enter_context(contextlib.closing(trust.start()))
             self._share: SliceShare | None = None
@@ -105,11 +105,10 @@ class LeaseSession(Closing):
         self._reports_all = True  # the next request says all that is cached, not only what changed
         job.scheduler.stop = threading.Event()
         self._thread = SupervisedThread(self._request, "worker requests").start()
-        self.fetcher.start()
 
     @property
     def failure(self) -> Exception | None:
-        return self._failure or self.fetcher.failure
+        return self._failure or self.fetches.failure
 
     def close(self) -> None:
         """Acknowledge what was used, release the leases, and end the threads. May be repeated."""
@@ -118,7 +117,6 @@ class LeaseSession(Closing):
         self._is_closed = True
         self.job.scheduler.stop.set()
         self.leases.close()
-        self.fetcher.close()
         self._thread.stop()
         self._thread.join()
         try:
@@ -132,11 +130,9 @@ class LeaseSession(Closing):
             self._resources.close()
 
     def counts(self) -> dict[str, int]:
-        """What was fetched, shared, lost and wasted, as numbers."""
-        state, fetcher = self.leases.state, self.fetcher
+        """What was shared, lost and wasted, as numbers."""
+        state = self.leases.state
         return {
-            "fetched_bytes": fetcher.bytes, "fetched_slices": fetcher.slices,
-            "fetched_bytes_of_workers": fetcher.bytes_from_workers,
             "shared_bytes": self._share.bytes_sent if self._share is not None else 0,
             "leases_lost": state.counts.lost, "wasted_samples": state.counts.wasted,
             "rejected_providers": len(state.counts.rejected), "samples_left_out": state.num_left_out,
@@ -151,6 +147,7 @@ class LeaseSession(Closing):
         try:
             while self.leases.wait_due():
                 self._exchange()
+                self.fetches.update()
         except SchedulerUnreachableError as error:
             self._is_unreachable = True
             self._failure = None if self.job.scheduler.stop.is_set() else error
@@ -182,14 +179,15 @@ class LeaseSession(Closing):
         self._replied_at = time.monotonic()
 
     def _stats(self) -> WorkerStats:
-        totals, fetcher, self._stats_at = self._stats_of_loader(), self.fetcher, time.monotonic()
+        totals, self._stats_at = self._stats_of_loader(), time.monotonic()
+        origin_bytes = self._slices.bytes_of_last()
         waiting_for: Cause = "network" if self.leases.state.fetching() else "scheduler"
         return WorkerStats(
             batches=int(totals.get("batches", 0)), busy_s=totals.get("busy_s", 0.0),
             waits_s={cause: totals[f"{cause}_s"] for cause in get_args(Cause) if totals.get(f"{cause}_s")},
             waiting_s=totals.get("waiting_s", 0.0), waiting_for=waiting_for,
             cached_bytes=self.cache.used_bytes(), cache_bytes=self.cache.budget_bytes,
-            origin_bytes=fetcher.bytes - fetcher.bytes_from_workers, peer_bytes=fetcher.bytes_from_workers,
+            origin_bytes=origin_bytes, peer_bytes=max(0, int(totals.get("fetched_bytes", 0)) - origin_bytes),
             shared_bytes=self._share.bytes_sent if self._share is not None else 0,
         )  # fmt: skip
 

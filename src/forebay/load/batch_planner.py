@@ -10,23 +10,22 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.errors import ForebayError, UsageError
+from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.fetch.cache import NoSpaceError
 from forebay.fetch.needs import PlanNeeds
 from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
+from forebay.load.order_source import OrderSource, StepPlan
 from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
 from forebay.load.tokens import TokenCollator
-from forebay.order.run import Run
 
 PLAN_SAMPLES = 8192
 _FIRST_RUN_BYTES = 64 << 10  # A request for the first steps; twice as many for each plan after them.
@@ -58,58 +57,47 @@ def make_collator(
     return TokenCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
 
 
-@dataclass(eq=False)
-class _Plan:
-    steps: Sequence[int]
-    bounds: list[int]  # [n + 1], of each step's samples in the arrays.
-    keys: I64
-    samples: I64  # Within the slice, as the index counts them.
-    ids: I64
-    sources: I64 | None
-    epochs: list[int]
-    steps_in_epoch: list[int]
-    weights: list[float]  # As in Batch; 0 for a substitute sample.
-    needs: PlanNeeds
-    distinct: set[int] = field(default_factory=set)  # Keys.
-    unresolved: dict[int, int] = field(default_factory=dict)  # Keys that must be open to know more; the first step.
-
-
 class BatchPlanner:
     """A rank's batches from any step on. Not thread-safe.
 
-    `indexes` has one entry a dataset. `every` (k, n): only the steps k, k + n, ... counted from the start of `batches`.
+    `indexes` has one entry a dataset; `share` are the samples of a step.
     """
 
-    scheduler_s = 0.0  # No scheduler is waited for.
-
     def __init__(
-        self, run: Run, indexes: Sequence[SampleIndex], collator: Collator, slices: SliceReader, rank: int,
-        world_size: int, every: tuple[int, int],
-    ) -> None:  # fmt: skip
-        self._run, self._collator, self._slices = run, collator, slices
-        self._rank, self._world_size, self._every = rank, world_size, every
-        self._offsets = np.concatenate([index.offsets for index in indexes])  # By key, as the next.
-        self._first_ids = np.concatenate([index.bases for index in indexes]) + self._offsets
-        self._mixed = len(indexes) > 1
-        share = max(1, run.batches.largest // world_size)
-        # A plan does not span many epochs of a small dataset.
-        samples = min(PLAN_SAMPLES, max(order.num_samples for order in run.orders))
-        steps = max(1, samples // share)
+        self, source: OrderSource, indexes: Sequence[SampleIndex], collator: Collator, slices: SliceReader, share: int
+    ) -> None:
+        self.source, self._collator, self._slices = source, collator, slices
+        self._stride = source.every[1]
+        self._offsets = np.concatenate([index.offsets for index in indexes])  # By key.
         self._seq_len = indexes[0].seq_len or 1
-        self._sample_bytes = int(slices.chunks.num_bytes.sum() / max(1, sum(index.num_samples for index in indexes)))
-        self._plan_steps, self._step_bytes = every[1] * steps, max(1, share * self._sample_bytes)
+        num_samples = [index.num_samples for index in indexes]
+        # A plan does not span many epochs of a small dataset.
+        self._plan_steps = self._stride * max(1, min(PLAN_SAMPLES, max(num_samples)) // share)
+        self._sample_bytes = int(slices.chunks.num_bytes.sum() / max(1, sum(num_samples)))
+        self._step_bytes = max(1, share * self._sample_bytes)
         self._next_step = self._num_steps = 0  # Of the next plan.
+        self._run_bytes = _FIRST_RUN_BYTES
         self._is_running = False  # A batch was made.
-        self._queue: deque[_Plan] = deque()
-        self._current: _Plan | None = None  # Its batches are being made.
+        self._queue: deque[StepPlan] = deque()
+        self._current: StepPlan | None = None  # Its batches are being made.
         self._open: set[int] = set()  # Keys.
         self._min_make_s = float("inf")
-        self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
+        self._network_s = self.disk_s = 0.0
         self.num_opened = 0  # Slices.
+
+    @property
+    def network_s(self) -> float:
+        """Seconds waited for slices in transfer."""
+        return self._network_s + self.source.network_s
+
+    @property
+    def scheduler_s(self) -> float:
+        """Seconds waited for a scheduler."""
+        return self.source.scheduler_s
 
     def batches(self, step: int) -> Generator[NumpyTokens | NumpyRows, None, None]:
         """The batches from run step `step` to the end of the run."""
-        self._next_step, self._num_steps = step, self._every[1] if self._slices.cached else self._plan_steps
+        self._next_step, self._num_steps = step, self._stride if self._slices.cached else self._plan_steps
         self._run_bytes = _FIRST_RUN_BYTES
         while True:
             self._plan_ahead()
@@ -128,49 +116,60 @@ class BatchPlanner:
                 start = stop
             self._slices.release(plan.needs)
             self._current = None
-        self.close()
+        self._forget()
 
     def close(self) -> None:
         """Forget the plans, and close all slices."""
+        self._forget()
+        self.source.close()
+
+    def _forget(self) -> None:
         self._queue.clear()
         self._current = None
         self._slices.clear()
         self._close_except(())
 
+    def close_slice(self, key: int) -> None:
+        """Close a slice if it is open: its chunks may go."""
+        self._close_except(self._open - {key})
+
     def _plan_ahead(self) -> None:
         """Plan the next steps: with a cache, all those whose chunks are to be fetched now."""
-        while not self._queue or self._slices.planned_bytes < self._slices.ahead_bytes:
-            plan = self._plan(self._next_step, self._num_steps)
+        while not self._queue or (self.source.is_known and self._slices.planned_bytes < self._slices.ahead_bytes):
+            plan = self.source.plan(self._next_step, self._num_steps)
             if plan is None:
                 break
+            num_bytes = len(plan.keys) * self._sample_bytes
+            plan.needs = PlanNeeds(plan.steps[0], plan.stop, num_bytes, self._run_bytes)
+            plan.distinct = set(plan.keys.tolist())
             try:
-                self._need(plan, tuple(self._queue))
+                if self.source.is_known:
+                    self._need(plan, tuple(self._queue))
             except NoSpaceError:
                 self._slices.release(plan.needs)
                 if self._queue or self._current is not None:
                     break
-                if self._num_steps == self._every[1]:
+                if self._num_steps == self._stride:
                     raise
                 self._plan_fewer()
                 continue
-            self._next_step = plan.steps[0] - self._every[0] + self._num_steps
+            self._next_step = plan.stop
             # The chunks of the first steps come first.
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)
             self._run_bytes *= 2
             if self._slices.cached:
                 steps = max(1, self._slices.ahead_bytes // _PLANS_AHEAD // self._step_bytes)
-                self._num_steps = min(self._num_steps, self._every[1] * steps)
+                self._num_steps = min(self._num_steps, self._stride * steps)
             self._queue.append(plan)
             if len(self._queue) == 1:
                 self._slices.fetch()
         self._slices.fetch()
 
-    def _need(self, plan: _Plan, earlier: Sequence[_Plan]) -> None:
+    def _need(self, plan: StepPlan, earlier: Sequence[StepPlan]) -> None:
         """Say what a plan reads of its slices. Where documents decide, that is known when a slice is open."""
         reader = self._slices
         steps = np.repeat(np.arange(len(plan.steps)), np.diff(plan.bounds))
         distinct, first = np.unique(plan.keys, return_index=True)
-        plan.distinct = set(distinct.tolist())
         reader.add(plan.needs)
         if isinstance(self._collator, TokenCollator) and self._collator.is_plain:
             starts, stops = self._token_ranges(plan.keys, plan.samples)
@@ -203,7 +202,7 @@ class BatchPlanner:
         starts = table.token_starts[keys] + (samples + self._offsets[keys]) * seq_len * width
         return starts, np.minimum(starts + (seq_len + 1) * width, table.num_bytes[keys])
 
-    def _resolve(self, plan: _Plan) -> None:
+    def _resolve(self, plan: StepPlan) -> None:
         """Open the slices whose documents are here, and say what the plan reads of them."""
         for key in list(plan.unresolved):
             if not self._slices.has_bytes(key, plan.needs):
@@ -215,15 +214,25 @@ class BatchPlanner:
             self._slices.need(plan.needs, np.full(len(starts), key, np.int64), starts, stops, steps)
             del plan.unresolved[key]
 
-    def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[NumpyTokens | NumpyRows]:
+    def _block(self, plan: StepPlan, start: int, stop: int) -> Iterator[NumpyTokens | NumpyRows]:
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
         first = bounds[start]
         clock, faults = time.perf_counter, _major_faults()
         started_at = clock()
-        rows = self._collator.plan(plan.keys[first : bounds[stop]], plan.samples[first : bounds[stop]])
+        try:
+            rows = self._collator.plan(plan.keys[first : bounds[stop]], plan.samples[first : bounds[stop]])
+        except DatasetError:
+            if not self._replace(plan):
+                raise
+            return
         for i in range(start, stop):
             low, high = bounds[i], bounds[i + 1]
-            arrays = self._collator.make(rows, low - first, high - first)
+            try:
+                arrays = self._collator.make(rows, low - first, high - first)
+            except DatasetError:
+                if not self._replace(plan):
+                    raise
+                return
             end = high if plan.weights[i] else low
             batch = new_batch(
                 *arrays, sample_ids=ids[low:end], epoch=plan.epochs[i], step=plan.steps[i],
@@ -239,41 +248,7 @@ class BatchPlanner:
             del batch, arrays  # Memory that the caller drops is free for the next batch.
             started_at = clock()
 
-    def _plan(self, step: int, num_steps: int) -> _Plan | None:
-        """The plan of this rank's next steps from `step` on, some of `num_steps`; None at the end of the run."""
-        k, n = self._every
-        stop = step + num_steps
-        if self._run.num_steps is not None:
-            stop = min(stop, self._run.num_steps)
-        if step + k >= stop:
-            return None
-        read = self._run.steps(step, stop, self._rank, self._world_size)
-        epochs, steps_in_epoch, positions = self._run.progress_table(step, stop)
-        keys = read.slices if not self._mixed else self._slices.first_key[read.sources] + read.slices
-        samples, sources, lengths = read.samples, read.sources, np.diff(read.bounds)
-        weights = lengths * self._world_size / self._run.batch_lens(step, stop)
-        # A rank without a sample gets a substitute; never in a mixture, whose batches are all full.
-        for i in np.flatnonzero(lengths == 0)[::-1].tolist():
-            order, row = self._run.orders[0], int(read.bounds[i])
-            position = np.array([min(int(positions[i]), order.num_samples - 1)])
-            key, sample = order.samples_at(int(epochs[i]), position)
-            keys, samples = np.insert(keys, row, key), np.insert(samples, row, sample)
-            sources = np.insert(sources, row, 0)
-            lengths[i] = 1
-        chosen = slice(k, None, n)
-        if n > 1:
-            is_chosen = np.zeros(stop - step, bool)
-            is_chosen[chosen] = True
-            rows = np.repeat(is_chosen, lengths)
-            keys, samples, sources, lengths = keys[rows], samples[rows], sources[rows], lengths[chosen]
-        return _Plan(
-            range(step, stop)[chosen], np.concatenate([[0], np.cumsum(lengths)]).tolist(), keys, samples,
-            self._first_ids[keys] + samples, sources if self._mixed else None, epochs[chosen].tolist(),
-            steps_in_epoch[chosen].tolist(), weights[chosen].tolist(),
-            PlanNeeds(step + k, stop, len(keys) * self._sample_bytes, self._run_bytes),
-        )  # fmt: skip
-
-    def _open_block(self, plan: _Plan, start: int) -> int:
+    def _open_block(self, plan: StepPlan, start: int) -> int:
         """Open the slices of the steps from `start` on whose chunks are here; where these end. Waits for one step.
 
         Returns `start` if there is no space for all of the plan's chunks.
@@ -291,17 +266,17 @@ class BatchPlanner:
                     break
                 began = time.perf_counter()
                 has_space = self._slices.wait(plan.needs, start)
-                self.network_s += time.perf_counter() - began
+                self._network_s += time.perf_counter() - began
             except NoSpaceError:
                 has_space = False
             if has_space:
                 continue
             if self._queue:  # Plan less far ahead.
                 last = self._queue.pop()
-                self._next_step = last.steps[0] - self._every[0]
+                self._next_step = last.steps[0] - self.source.every[0]
                 self._slices.release(last.needs)
             elif len(plan.steps) > 1:
-                self._next_step = plan.steps[start] - self._every[0]
+                self._next_step = plan.steps[start] - self.source.every[0]
                 self._plan_fewer()
                 return start
             else:
@@ -312,11 +287,27 @@ class BatchPlanner:
             try:
                 if key not in self._open:
                     self._open_map(key)
-            except ForebayError:
+            except ForebayError as error:
                 if row < plan.bounds[start + 1] - low:
+                    if isinstance(error, DatasetError) and self._replace(plan):
+                        return start
                     raise
                 return bisect_right(plan.bounds, row + low) - 1  # The error is raised when that step is read.
         return stop
+
+    def _replace(self, plan: StepPlan) -> bool:
+        """A slice of a plan is damaged; return whether other samples are planned in place of the plan's."""
+        damaged = {}
+        for key in () if self.source.is_known else plan.distinct:
+            rows = plan.keys == key
+            try:
+                if key not in self._open:
+                    self._open_map(key)
+                self._collator.make(self._collator.plan(plan.keys[rows], plan.samples[rows]), 0, int(rows.sum()))
+            except DatasetError as error:
+                damaged[key] = str(error)
+        self._next_step = plan.steps[0] if damaged else self._next_step
+        return self.source.replace(plan, damaged)
 
     def _close_except(self, used: Collection[int]) -> None:
         for key in self._open.difference(used):
@@ -325,7 +316,7 @@ class BatchPlanner:
 
     def _plan_fewer(self) -> None:
         """Plan one step, then more again, at most half as many as until now."""
-        step = self._every[1]
+        step = self._stride
         self._num_steps, self._plan_steps = step, max(step, self._plan_steps // (2 * step) * step)
 
     def _open_map(self, key: int) -> None:
@@ -333,7 +324,7 @@ class BatchPlanner:
         index, opened = self._slices.open(key)
         elapsed_s = time.perf_counter() - started_at
         if self._slices.is_cached(key):
-            self.network_s += elapsed_s
+            self._network_s += elapsed_s
         else:
             self.disk_s += elapsed_s
         self._collator.open(key, index, opened)

@@ -1,4 +1,4 @@
-"""Where the chunks of a run come from: the cache's settings, and fetches from origins or from a swarm."""
+"""Where the chunks of a run come from: the cache's settings, and origins or swarms."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forebay.arrays import BOOL
+from forebay.arrays import BOOL, I64
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, UsageError
-from forebay.fetch.cache import ChunkCache, Group
-from forebay.fetch.chunk_file import ChunkFile, MapLayout, round_up
+from forebay.fetch.cache import ChunkCache
+from forebay.fetch.chunk_file import MapLayout, round_up
 from forebay.fetch.feed import CacheSettings
 from forebay.formats import ExternalDataset
 from forebay.machine import memory_bytes, user_cache
 
 if TYPE_CHECKING:
-    from forebay.fetch.engine import ChunkRun, RunFetcher
-    from forebay.storage.base import Origin
+    from forebay.fetch.engine import Sources
     from forebay.swarm.reader import SwarmMember
     from forebay.swarm.share import SliceShare
 
@@ -92,75 +91,88 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
     return int(budget_bytes)
 
 
-class OriginSource:
-    """Fetches chunks from their datasets' origins, or whole slices from peers, in the process that made it.
+class Origins:
+    """The origins of the datasets of a run, as providers of a feed. `first_key` [D + 1]: of each dataset's slice 0."""
 
-    `share`: whether to serve the cached slices to peers, or the `HOST:PORT` to listen at; it then fetches from peers as
-    well. Nothing is retained for peers. Every process that shares is a member of its own, with one server a node.
+    passes_on = False
+
+    def __init__(self, datasets: Sequence[Dataset], first_key: I64) -> None:
+        self._datasets, self._first_key = datasets, first_key
+        self._origins: dict[int, Sources] = {}  # By number of the dataset.
+
+    def origin(self, key: int) -> Sources:
+        from forebay.storage.origins import open_origin
+
+        number = int(np.searchsorted(self._first_key, key, "right")) - 1
+        if number not in self._origins:
+            dataset = self._datasets[number]
+            self._origins[number] = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
+        return self._origins[number]
+
+    def release(self, key: int, is_complete: bool) -> None:
+        pass
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class Swarms(Origins):
+    """The swarms of the datasets, which get the cached slices from this process.
+
+    Args:
+        share: True, or the `HOST:PORT` to listen at. Every process that shares is a member of its own, with one server
+            a node.
+        on_change: Called when somebody can be asked for a slice.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], cache: ChunkCache, connections: int, share: bool | str) -> None:
-        self.pid = os.getpid()
-        self.shares = bool(share)
-        self._cache, self._connections, self._share = cache, connections, share
-        self._fetcher: RunFetcher | None = None
-        self._origins: dict[str, Origin] = {}  # by dataset id
+    passes_on = True
+
+    def __init__(
+        self, datasets: Sequence[Dataset], first_key: I64, cache: ChunkCache, share: bool | str,
+        on_change: Callable[[], object],
+    ) -> None:  # fmt: skip
+        super().__init__(datasets, first_key)
+        self._pid, self._cache, self._share, self._on_change = os.getpid(), cache, share, on_change
         self._shares: dict[str, SliceShare | None] = {}  # By node.
         self._members: dict[str, SwarmMember] = {}  # By dataset id.
         try:
-            for dataset in datasets if share else ():
+            for dataset in datasets:
                 if dataset.id not in self._members:
                     self._members[dataset.id] = self._join(dataset)
         except BaseException:
             self.close()
             raise
 
-    def run(
-        self, dataset: Dataset, index: int, entry: ChunkFile, first: int, stop: int,
-        on_end: Callable[[ChunkRun, Exception | None], object],
-    ) -> ChunkRun:  # fmt: skip
-        """The fetch of chunks [first, stop) of a slice into its cached file; `start` it."""
-        from forebay.fetch.engine import ChunkRun
-        from forebay.storage.origins import open_origin
+    def _member(self, key: int) -> tuple[SwarmMember, int]:
+        number = int(np.searchsorted(self._first_key, key, "right")) - 1
+        return self._members[self._datasets[number].id], key - int(self._first_key[number])
 
-        if dataset.id not in self._origins:
-            self._origins[dataset.id] = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
-        name = dataset.table.row(index).name
-        return ChunkRun(entry, name, self._origins[dataset.id], first, stop, lambda _: dataset.leaves(index), on_end)
+    def origin(self, key: int) -> Sources:
+        member, index = self._member(key)
+        return member.origin(index)
 
-    def start(self, run: ChunkRun) -> None:
-        from forebay.fetch.engine import RunFetcher
-
-        self._fetcher = self._fetcher or RunFetcher(self._connections)
-        self._fetcher.start(run)
-
-    def fetch_slice(
-        self, dataset: Dataset, index: int, claimed: Group, on_end: Callable[[Exception | None], object]
-    ) -> None:
-        """Fetch claimed chunks of a slice from the swarm."""
-        transfer = self._members[dataset.id].reader.fetch(index, claimed)
-        transfer.on_done(lambda done: on_end(done.error))
+    def release(self, key: int, is_complete: bool) -> None:
+        member, index = self._member(key)
+        member.reader.release(index, is_complete)
 
     def stats(self) -> dict[str, int]:
-        wrong = {"wrong_bytes": self._fetcher.wrong_bytes} if self._fetcher is not None else {}
-        if not self._members:
-            return wrong
         stats = [member.reader.stats() for member in self._members.values()]
         sent = sum(share.bytes_sent for share in self._shares.values() if share is not None)
         names = ("from_origins", "from_peers")
-        return {name: sum(int(counts[name]) for counts in stats) for name in names} | {"shared_bytes": sent} | wrong
+        return {name: sum(counts[name] for counts in stats) for name in names} | {"shared_bytes": sent}
 
     def close(self) -> None:
-        """Leave the swarms and cancel fetches. Does nothing in a forked child. May be repeated."""
-        if os.getpid() != self.pid:
+        """Leave the swarms. Does nothing in a forked child. May be repeated."""
+        if os.getpid() != self._pid:
             return
         for member in self._members.values():
             member.close()
         for share in self._shares.values():
             if share is not None:
                 share.close()
-        if self._fetcher is not None:
-            self._fetcher.close()
 
     def _join(self, dataset: Any) -> SwarmMember:
         from forebay.swarm.reader import SwarmMember
@@ -174,9 +186,7 @@ class OriginSource:
             return flags
 
         server = self._server(dataset) or False
-        return SwarmMember(
-            dataset, cache, available, share=server, downloads=_SWARM_DOWNLOADS, connections=self._connections
-        )
+        return SwarmMember(dataset, cache, available, self._on_change, share=server, downloads=_SWARM_DOWNLOADS)
 
     def _server(self, dataset: Any) -> SliceShare | None:
         from forebay.swarm.reader import open_share

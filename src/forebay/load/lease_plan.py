@@ -6,7 +6,7 @@ The job decides seed, epochs, seq_len, packing and split; the loader's own must 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -102,17 +102,15 @@ def check_job(job: LeaseJob, index: SampleIndex, options: SimpleNamespace) -> No
             )
 
 
-def session_settings(options: SimpleNamespace, jobs: Sequence[LeaseJob], cache: CacheSettings) -> list[SessionSettings]:
+def session_settings(options: SimpleNamespace, num_jobs: int, cache: CacheSettings) -> SessionSettings:
     """The settings of each job's session; they divide the cache."""
     from forebay.lease.session import SessionSettings
 
     network, listen = options.network, options.network.listen
     share = ":0" if listen == "auto" else listen
-    settings = SessionSettings(
-        cache.directory, cache.budget_bytes // len(jobs), int(options.batch_size), network.receipt_s, share,
-        network.upload_bytes_per_s,
-    )  # fmt: skip
-    return [settings] * len(jobs)
+    return SessionSettings(
+        cache.budget_bytes // num_jobs, int(options.batch_size), network.receipt_s, share, network.upload_bytes_per_s
+    )
 
 
 def make_lease_state(jobs: Mapping[str, LeaseJob], step: int) -> dict[str, Any]:

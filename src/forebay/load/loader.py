@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -38,9 +38,6 @@ from forebay.load.stats import Bottleneck, Callback, Callbacks, WaitTimes, find_
 from forebay.order.run import Run
 from forebay.order.step_index import check_integer
 from forebay.storage.locks import at_fork
-
-if TYPE_CHECKING:
-    from forebay.load.lease_planner import LeasePlanner
 
 _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
@@ -146,9 +143,8 @@ class Loader(Closing, BatchSource[BatchT]):
     def _make_planner(self, every: tuple[int, int]) -> None:
         self._pass, self._every = _Pass(self.run), every
         opened = self.plan.open_slices(self._pass, every, self._shares, self.stats)  # type: ignore[arg-type]
-        self._slices, self._planner = opened
-        self.leases: LeasePlanner | None = self._planner if self.plan.jobs else None  # type: ignore[assignment]
-        """The leased batches; None without `scheduler`."""
+        self._slices, self._planner, self.leases = opened
+        """`leases`: the leased samples; None without `scheduler`."""
 
     def __len__(self) -> int:
         """Batches of a full `for` at the loader's position. Raises TypeError where it has no end."""
@@ -318,7 +314,7 @@ class Loader(Closing, BatchSource[BatchT]):
         if num_workers:
             source = self._helpers(num_workers).batches(self._step, stop)
         else:
-            self._pass.num_steps = stop
+            self._planner.source.num_steps = self._pass.num_steps = stop
             source = self._planner.batches(self._step)
         self._source = Prefetcher(source, depth, finish, self._slices.pause)
         return self._source
@@ -335,7 +331,7 @@ class Loader(Closing, BatchSource[BatchT]):
         """In a helper process: the batches of steps start + k, start + k + n, ... below `stop`, for `every` (k, n)."""
         if self._every != every:
             self._make_planner(every)
-        self._pass.num_steps = stop
+        self._planner.source.num_steps = self._pass.num_steps = stop
         return self._planner.batches(start)
 
     @property

@@ -21,6 +21,7 @@ from forebay.load.batch_planner import BatchPlanner, make_collator
 from forebay.load.chunk_source import resolve_cache
 from forebay.load.lease_plan import check_arguments, check_job, open_jobs, session_settings
 from forebay.load.options import OPTIONS, as_options
+from forebay.load.order_source import StaticOrder
 from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, lanes_of_nodes, needs_of_nodes, sample_size
 from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
@@ -34,7 +35,7 @@ from forebay.order.step_index import check_integer
 
 if TYPE_CHECKING:
     from forebay.lease.job import LeaseJob
-    from forebay.load.lease_planner import LeasePlanner, LeaseSessions
+    from forebay.load.lease_order import LeaseOrder
 
 _log = logging.getLogger("forebay")
 
@@ -189,27 +190,33 @@ class LoaderPlan:
 
     def open_slices(
         self, run: Run, every: tuple[int, int], shares: bool, stats: Callable[[], Mapping[str, float]]
-    ) -> tuple[SliceReader | LeaseSessions, BatchPlanner | LeasePlanner]:
+    ) -> tuple[SliceReader, BatchPlanner, LeaseOrder | None]:
         """New readers of slices and batches of `run`: of steps k, k + n, ... from where they start, for `every` (k, n).
+
+        The leased order, too, if schedulers lease the samples.
 
         Args:
             shares: False: do not serve slices to peers.
             stats: Of the loader, for the schedulers' status.
         """
-        cache, verify = self.cache, self.options.cache.verify == "open"
+        cache, verify, leases = self.cache, self.options.cache.verify == "open", None
+        datasets, share = list(self.datasets.values()), max(1, run.batches.largest // self.world_size)
+        collator = make_collator(self.indexes, **self._collation)
         if self.jobs and cache is not None:
-            from forebay.load.lease_planner import LeasePlanner, LeaseSessions  # Others need no network packages.
+            from forebay.load.lease_order import LeaseOrder, LeaseSlices  # Others need no network packages.
 
             jobs = list(self.jobs.values())
-            sessions = LeaseSessions(jobs, session_settings(self.options, jobs, cache), stats)
-            collator, size = make_collator(self.indexes, **self._collation), run.batches.largest
-            return sessions, LeasePlanner(sessions, self.indexes, collator, size, run.mixture, lambda: run.num_steps)
+            leased = LeaseSlices(jobs, run, cache, session_settings(self.options, len(jobs), cache), stats)
+            leases = LeaseOrder(leased, self.indexes, share, run.mixture, run.num_steps)
+            slices: SliceReader = leased
+            planner = BatchPlanner(leases, self.indexes, collator, slices, share)
+            leases.close_slice = planner.close_slice
+            return slices, planner, leases
         if cache is not None and not shares:
             cache = replace(cache, share=False)
-        datasets = list(self.datasets.values())
         slices = SliceReader(datasets, self.cached, run, self.rank, self.world_size, cache, verify)
-        collator = make_collator(self.indexes, **self._collation)
-        return slices, BatchPlanner(run, self.indexes, collator, slices, self.rank, self.world_size, every)
+        source = StaticOrder(run, self.indexes, self.rank, self.world_size, every)
+        return slices, BatchPlanner(source, self.indexes, collator, slices, share), None
 
     def needs(self, settings: CacheSettings) -> list[tuple[RunSpec, Order, list[NodeNeeds]]]:
         """The needs of each kind of node, `needs_of_nodes`, for each dataset that is cached."""

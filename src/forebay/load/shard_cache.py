@@ -228,7 +228,7 @@ class ShardCache(Closing):
                 file.write(part.header)
             with open_fetcher(plan, self._timeout_s) as fetcher:
                 ChunkTransfer(
-                    fetcher, entry, info, [source], chunks=chunks, run_bytes=plan.chunk_bytes
+                    fetcher, entry, info, source, chunks=chunks, run_bytes=plan.chunk_bytes
                 ).run(stop, on_progress)  # fmt: skip
             sync_file(entry.path)
         except ForebayError:  # Some are an OSError, too.

@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,9 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, view_slice
 from forebay.errors import DatasetError
 from forebay.fetch.cache import ChunkCache
-from forebay.fetch.feed import CacheSettings, ChunkFeed
+from forebay.fetch.feed import CacheSettings, ChunkFeed, Providers
 from forebay.load.arguments import ranks_per_node
-from forebay.load.chunk_source import OriginSource
+from forebay.load.chunk_source import Origins, Swarms
 from forebay.maps import map_offset
 from forebay.order.run import Run
 
@@ -28,16 +29,21 @@ class SliceReader(ChunkFeed):
 
     def __init__(
         self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
-        cache: CacheSettings | None, verify: bool = False,
+        cache: CacheSettings | None, verify: bool = False, providers: Providers | None = None, **patience: Any,
     ) -> None:  # fmt: skip
         per_node = ranks_per_node(world_size)
         first = rank // per_node * per_node
 
-        def open_source(chunks: ChunkCache) -> OriginSource:
-            assert cache is not None
-            return OriginSource(datasets, chunks, cache.connections, cache.share)
+        def open_providers(chunks: ChunkCache, on_change: Callable[[], object]) -> Providers:
+            if providers is not None:
+                return providers
+            if cache is None or not cache.share:
+                return Origins(datasets, self.first_key)
+            return Swarms(datasets, self.first_key, chunks, cache.share, on_change)
 
-        super().__init__(datasets, cached, run, (first, first + per_node), world_size, cache, open_source, verify)
+        super().__init__(
+            datasets, cached, run, (first, first + per_node), world_size, cache, open_providers, verify, **patience
+        )
 
     def after_fork(self) -> None:
         super().after_fork()

@@ -86,6 +86,7 @@ class Origin(Protocol):
     """Objects below one URL. Threads share it. It connects at the first request."""
 
     url: str  # for messages; contains no secret
+    is_last: bool = False  # whether it is asked only where no other source can be
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes [start, stop) of an object; each chunk is valid until the next is requested.
@@ -109,6 +110,10 @@ class Origin(Protocol):
     def sources(self) -> Sequence[Origin]:
         """Return the origins to request from one by one: itself, or the peers of a dataset. May look them up."""
         return [self]
+
+    def report(self, source: Origin, error: NetworkError) -> bool:
+        """A request to one of the `sources` failed. Return whether these have changed."""
+        return False
 
 
 class ObjectOrigin(Origin, Protocol):

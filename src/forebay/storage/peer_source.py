@@ -38,8 +38,6 @@ class PeerSource(Origin):
         sha256_of: Returns the hash of a slice by its name.
         stall_s: A wait of so long, or less than 4 KiB/s during it, is a fault.
         dataset_id: Whose small files `get` returns.
-        on_fault: Called with each failed request of a slice, from the requesting thread.
-        once: Do not try again after a transient fault, as there are other sources.
     """
 
     client: Client
@@ -48,8 +46,6 @@ class PeerSource(Origin):
     sha256_of: Callable[[str], str]
     stall_s: float = STALL_S
     dataset_id: str = ""
-    on_fault: Callable[[NetworkError], object] | None = None
-    once: bool = False
 
     def __post_init__(self) -> None:
         self.url = f"forebay-peer://{self.peer_id}@{self.address}"
@@ -67,12 +63,7 @@ class PeerSource(Origin):
                 yield chunk
             start += len(chunk)
             if fault is not None:
-                converted = _classify_error(self.url, fault)
-                if self.on_fault is not None:
-                    self.on_fault(converted)
-                if self.once and isinstance(converted, TransientError):
-                    raise PermanentError(str(converted)) from converted
-                raise converted
+                raise _classify_error(self.url, fault)
 
     def get(self, name: str, max_bytes: int) -> bytes:
         return self._get(self._file_path(name), max_bytes)
@@ -175,4 +166,4 @@ class UnusableOrigin(Origin):
     def read(self, *_: Any, **__: Any) -> NoReturn:
         raise PermanentError(str(self.reason)) from self.reason
 
-    get = read
+    get = leaves = read

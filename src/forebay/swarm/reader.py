@@ -1,7 +1,7 @@
-"""Client side of a swarm: asks a tracker which slices to download from which peer, downloads them, serves what it has.
+"""Client side of a swarm: asks a tracker which slices to download from which peer, and serves what is here.
 
-`reader_state` decides what to send and what follows from a reply; this module has the thread, the requests and the
-transfers. Cost: a request per slice or two (about 300 bytes), and one every 0.2 s while all wait.
+`reader_state` decides what to send and what follows from a reply; this module has the thread and the requests.
+`forebay.fetch` downloads. Cost: a request per slice or two (about 300 bytes), and one every 0.2 s while all wait.
 """
 
 import logging
@@ -11,21 +11,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from forebay.arrays import BOOL
 from forebay.closing import Closing
-from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceTable
 from forebay.dataset.reader import listed_files
-from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
-from forebay.fetch.engine import RunFetcher, TransferCancelledError
-from forebay.fetch.transfers import ChunkTransfer, FileTransfer, Group, Transfer
+from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
+from forebay.fetch.engine import NoProviderError, TransferCancelledError
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.peer import Provider, node_of
 from forebay.network.reachability import advertised_host
-from forebay.storage.base import Origin, read_small
+from forebay.storage.base import Origin, PermanentError, read_small
 from forebay.storage.origins import RemoteDataset
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import PeerSource
@@ -35,37 +32,37 @@ from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
 _MAX_SMALL_BYTES = 1 << 30  # of a dataset's small files together, which are kept in memory
+_MAX_FAULTS = 2  # of a provider, in a row, before another one is asked for
 _MAX_SHARE_AGE_S, _MAX_TRACKER_AGE_S = 15.0, 3.0  # of the claims of data nodes
 
 
-class SwarmTransfer(Transfer):
-    """A slice from a swarm: waits for a provider, then comes by `current`; by another one if that fails."""
+@dataclass(eq=False)
+class SliceProvider:
+    """Who sends a slice to this member, as a tracker says: for the runs of its chunks."""
 
-    def __init__(self, info: SliceInfo, target: Path | Group, reader: "SwarmReader") -> None:
-        super().__init__(info, target if isinstance(target, Path) else target[0].path)
-        self.target = target
-        self.current: ChunkTransfer | None = None
-        self.is_cancelled = False
-        self._reader = reader
+    reader: "SwarmReader"
+    index: int
 
-    @property
-    def received(self) -> int:
-        current = self.current
-        return self.info.bytes if self.wait(0) and self.error is None else current.received if current else 0
+    def __post_init__(self) -> None:
+        self.url = f"the swarm of {self.reader.dataset_id[:12]}…"
 
-    def cancel(self) -> None:
-        self._reader.cancel(self)
+    def sources(self) -> list[Origin]:
+        return [self.reader.source(self.index)]
+
+    def report(self, source: Origin, error: NetworkError) -> bool:
+        return self.reader.failed(self.index, source, error)
 
 
 @dataclass(eq=False)
 class SwarmReader:
-    """Downloads slices of one dataset as a member of its swarm, from construction until `close`.
+    """Asks trackers, as a member of a dataset's swarm, who sends which slice; from construction until `close`.
 
     Args:
         trackers: Looks up trackers, origins first; called when one is needed.
         own_flags: Returns [num_slices] flags of what this node has and serves.
+        on_change: Called when a provider was named, or a slice given up.
         share: Its server, which the caller closes; None: it only downloads.
-        downloads: Slices at once. `connections`: requests at once, for all slices.
+        downloads: Slices at once.
         open_url: Opens a URL that a tracker names; raises NetworkError if it may not be read.
         timeout_s: Requested slices fail after so long without data and without an available provider.
     """
@@ -75,9 +72,9 @@ class SwarmReader:
     table: SliceTable
     trackers: Callable[[], Iterable[Provider]]
     own_flags: Callable[[], BOOL]
+    on_change: Callable[[], object]
     share: SliceShare | None = None
     downloads: int = 4
-    connections: int = 16
     open_url: Callable[[str], Origin] | None = None
     timeout_s: float = 120.0
 
@@ -90,63 +87,83 @@ class SwarmReader:
             patience_s=self.timeout_s,
         )  # fmt: skip
         self._changed = threading.Condition()  # guards the state and the fields below
-        self._waiting: dict[int, SwarmTransfer] = {}  # by index, until they end
+        self._sources: dict[int, tuple[Provider, Origin, list[NetworkError]]] = {}  # with their faults
+        self._wanted: set[int] = set()
+        self._given_up: dict[int, PermanentError] = {}  # until they are released
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
         self._tracker = TrackerClient(self.client, self.dataset_id, self.trackers, own)
-        self._fetcher = RunFetcher(self.connections, tries=2, timeout_s=5.0)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
-    def fetch(self, index: int, target: Path | Group) -> SwarmTransfer:
-        """Request a slice into a file, which is resumed, or claimed chunks of one into a cache. Returns at once."""
-        transfer = SwarmTransfer(self.table.row(index), target, self)
+    def source(self, index: int) -> Origin:
+        """Return who sends a slice now; the tracker hears of the request.
+
+        Raises:
+            NoProviderError: If nobody was named yet.
+            PermanentError: If nobody was for too long.
+        """
+        name = self.table.row(index).name
         with self._changed:
-            if not self._closed:
-                self._waiting[index] = transfer
+            if self._closed:
+                raise TransferCancelledError(name)
+            if index in self._given_up:
+                raise self._given_up[index]
+            if index in self._sources:
+                return self._sources[index][1]
+            if index not in self._wanted:
+                self._wanted.add(index)
                 self._state.want(index, time.monotonic())
                 self._changed.notify_all()
-                return transfer
-        transfer.finish(TransferCancelledError(transfer.info.name))
-        return transfer
+        raise NoProviderError(f"{name}: no tracker has named a provider yet")
 
-    def cancel(self, transfer: SwarmTransfer) -> None:
-        """Cancel a transfer; the partial file is kept. No effect after its end."""
-        transfer.is_cancelled = True
-        index = transfer.info.index
+    def failed(self, index: int, source: Origin, error: NetworkError) -> bool:
+        """A request to the provider of a slice failed; return whether another one is asked for."""
+        wrong = isinstance(error, (IntegrityError, ProtocolError))
         with self._changed:
-            is_waiting = self._waiting.get(index) is transfer and self._state.withdraw(index)
-            if is_waiting:
-                del self._waiting[index]
-            current = transfer.current
-        if current is not None:
-            current.cancel()
-        elif is_waiting:
-            transfer.finish(TransferCancelledError(transfer.info.name))
+            provider, own, faults = self._sources.get(index, (None, None, []))
+            faults.append(error)
+            if own is not source or provider is None:
+                return True
+            if not wrong and not isinstance(error, PermanentError) and len(faults) < _MAX_FAULTS:
+                return False
+            del self._sources[index]
+            log.info("slice %s from %s: %s", self.table.row(index).name, provider.address, error)
+            self._state.ended(index, provider, error, time.monotonic(), wrong=wrong)
+            self._changed.notify_all()
+        return True
 
-    def stats(self) -> dict[str, Any]:
-        """Return slices by origin, failures, and the figures of the transfers."""
+    def release(self, index: int, is_complete: bool) -> None:
+        """Nothing more is read of a slice now; `is_complete`: it is here, verified."""
         with self._changed:
-            return {**self._state.counts, "transfers": self._fetcher.stats()}
+            self._wanted.discard(index)
+            self._given_up.pop(index, None)
+            self._state.withdraw(index)
+            provider, *_ = self._sources.pop(index, (None,))
+            if provider is not None:
+                error = None if is_complete else TransferCancelledError(self.table.row(index).name)
+                self._state.ended(index, provider, error, time.monotonic(), cancelled=True)
+                self._changed.notify_all()
+
+    def stats(self) -> dict[str, int]:
+        """Return slices by origin, and failures."""
+        with self._changed:
+            return dict(self._state.counts)
 
     def close(self) -> None:
-        """Leave the swarm and cancel all transfers. May be called twice."""
+        """Leave the swarm. May be called twice."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
             self._thread.stop()
-            waiting = [self._waiting.pop(index) for index in self._state.missing]
-            self._state.missing.clear()
             self._changed.notify_all()
-        self._fetcher.close()
-        for transfer in waiting:
-            transfer.finish(TransferCancelledError(transfer.info.name))
+        self.on_change()
         self._thread.join(2.0)
 
     def _run(self) -> None:
         wait_s = 0.0
         while not self._closed:
-            self._fail_timed_out()  # first, so that transfers end even if the requests below fail
+            self._give_up()  # first, so that requests end even if those below fail
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._state.is_request_due, wait_s)
             if not self._closed:
@@ -154,7 +171,7 @@ class SwarmReader:
         self._tracker.leave({"session": self._session})
 
     def _request(self) -> float:
-        """Send one request and start the assigned downloads; return the maximum wait until the next, in seconds."""
+        """Send one request and note the named providers; return the maximum wait until the next, in seconds."""
         flags = self.own_flags() if self._state.is_have_due(time.monotonic()) else None
         with self._changed:
             body = self._state.request(time.monotonic(), flags)
@@ -175,7 +192,9 @@ class SwarmReader:
             return 0.05
         self._tracker.add_sharers(sharers)
         for index, provider in assigned:
-            self._start(self._waiting[index], provider)
+            self._assign(index, provider)
+        if assigned:
+            self.on_change()
         return wait_s
 
     def _introduce(self, body: Body) -> None:
@@ -184,69 +203,38 @@ class SwarmReader:
             with self._changed:
                 self._state.introduce(body, flags)
 
-    def _start(self, transfer: SwarmTransfer, provider: Provider) -> None:
-        faults = list[str]()  # wrong bytes, or breaches of the protocol
-        info, target = transfer.info, transfer.target
+    def _assign(self, index: int, provider: Provider) -> None:
+        info = self.table.row(index)
         try:
-            source = self._source(provider, info)
-            settings: dict[str, Any] = {
-                "read_leaves": lambda: self._read_leaves(source, info.index),
-                "on_wrong": lambda origin, reason: faults.append(reason),
-            }
-            if isinstance(target, Path):
-                current: ChunkTransfer = FileTransfer(self._fetcher, info, target, [source], **settings)
-            else:
-                current = ChunkTransfer(self._fetcher, target[0], info, [source], chunks=target[1], **settings)
-            transfer.current = current.start()
-        except Exception as error:
+            source: Origin = PeerSource(
+                self.client, node_of(provider.peer_id), provider.address, lambda name: info.sha256
+            )
+            if provider.is_url:
+                if self.open_url is None:
+                    raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
+                source = self.open_url(provider.address)
+        except NetworkError as error:
             if isinstance(error, ProtocolError):  # a URL that no data node claims
                 self._tracker.drop_current()
-            elif not isinstance(error, ForebayError):  # such as no thread or descriptor: tried again
-                log.exception("slice %s from %s: cannot start", transfer.info.name, provider.address)
-                error = NetworkError(f"slice {transfer.info.name}: {error}")
-            return self._handle_end(transfer, provider, error, bool(faults))
-        current.on_done(lambda done: self._handle_end(transfer, provider, done.error, bool(faults)))
-        if transfer.is_cancelled:
-            current.cancel()
-
-    def _read_leaves(self, source: Origin, index: int) -> bytes:
-        """The hashes of a slice's chunks, from the file that a web server or bucket has of all."""
-        start, stop = (first_chunks(self.table.bytes, self.table.chunk_bytes)[index : index + 2] * HASH_BYTES).tolist()
-        return b"".join(map(bytes, source.read(CHUNKS_FILE, start, stop)))
-
-    def _source(self, provider: Provider, info: SliceInfo) -> Origin:
-        if not provider.is_url:
-            return PeerSource(self.client, node_of(provider.peer_id), provider.address, lambda name: info.sha256)
-        if self.open_url is None:
-            raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
-        return self.open_url(provider.address)
-
-    def _handle_end(self, transfer: SwarmTransfer, provider: Provider, error: Exception | None, wrong: bool) -> None:
-        index, is_cancelled = transfer.info.index, transfer.is_cancelled or self._closed
-        transfer.current = None
-        if is_cancelled or SwarmReaderState.is_final(error):
-            # Before the tracker hears of it, so that the slice can be served by then.
-            transfer.finish(TransferCancelledError(transfer.info.name) if error is not None and is_cancelled else error)
-        else:
-            log.info("slice %s from %s: %s", transfer.info.name, provider.address, error)
+            with self._changed:
+                self._state.ended(index, provider, error, time.monotonic())
+            return
         with self._changed:
-            now = time.monotonic()
-            is_over = self._state.ended(index, provider, error, now, wrong=wrong, cancelled=is_cancelled)
-            if is_over and self._waiting.get(index) is transfer:
-                del self._waiting[index]
-            self._changed.notify_all()
+            if index in self._wanted:
+                self._sources[index] = provider, source, []
+            else:
+                self._state.ended(index, provider, TransferCancelledError(info.name), time.monotonic(), cancelled=True)
 
-    def _fail_timed_out(self) -> None:
+    def _give_up(self) -> None:
         with self._changed:
-            ended = [(self._waiting.pop(index), error) for index, error in self._state.give_up(time.monotonic())]
-        for transfer, error in ended:
-            transfer.finish(
-                error
-                or NetworkError(
-                    f"slice {transfer.info.name}: no provider of {self.dataset_id[:12]}… was available for "
+            for index, error in self._state.give_up(time.monotonic()):
+                self._given_up[index] = error or PermanentError(
+                    f"slice {self.table.row(index).name}: no provider of {self.dataset_id[:12]}… was available for "
                     f"{self.timeout_s:.0f} s. Start a data node that has it (forebay serve)."
                 )
-            )
+            has_given_up = bool(self._given_up)
+        if has_given_up:
+            self.on_change()
 
 
 class SwarmMember(Closing):
@@ -255,14 +243,15 @@ class SwarmMember(Closing):
     Args:
         index: The verified slices.
         own_flags: Returns [num_slices] flags of the slices in `index`.
+        on_change: As of SwarmReader.
         share: `HOST:PORT` to listen at and be known by; True: any port, at this host's address that the data node
             reaches; False: serve nothing; or a server for several datasets, which the caller closes.
     """
 
     def __init__(
-        self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], BOOL], *,
-        share: bool | str | SliceShare, upload_bytes_per_s: float | None = None, downloads: int = 4,
-        connections: int = 16,
+        self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], BOOL],
+        on_change: Callable[[], object], *, share: bool | str | SliceShare, upload_bytes_per_s: float | None = None,
+        downloads: int = 4,
     ) -> None:  # fmt: skip
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):
@@ -287,8 +276,12 @@ class SwarmMember(Closing):
         self.reader = SwarmReader(
             origin.client, dataset.id, dataset.table,
             lambda: [Provider(c.peer_id, c.address, c.is_whole) for c in origin.claims(_MAX_TRACKER_AGE_S)], own_flags,
-            share=self.share, downloads=downloads, connections=connections, open_url=origin.open_url,
+            on_change, share=self.share, downloads=downloads, open_url=origin.open_url,
         )  # fmt: skip
+
+    def origin(self, index: int) -> SliceProvider:
+        """Return who sends a slice, for the runs of its chunks; `reader.release` it afterwards."""
+        return SliceProvider(self.reader, index)
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Stop downloading; let uploads finish for `timeout_s`, then close. May be called twice."""

@@ -124,7 +124,7 @@ def test_the_cache_takes_slices_again(disk: Path) -> None:
     cache, data = ChunkCache(disk, 1 << 20), b"x" * 100_000
     sha256 = put(cache, data)
     filler = fill(disk)
-    assert cache.get(sha256, pin=True) and ChunkCache(disk, 1 << 20).get(sha256)
+    assert cache.get(sha256) and ChunkCache(disk, 1 << 20).get(sha256)
     other = info_of(b"y" * 100_000)
     with pytest.raises(UsageError, match=rf"{disk}: its disk is full"):
         put(cache, b"y" * 100_000)

@@ -109,7 +109,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
     ) as loader:
         batches = iter(loader)
         next(batches)
-        fetches = loader._slices._source
+        fetches = loader._slices._providers
         (share,) = fetches._shares.values()
         location = parse_address(share.address)
         closed, says_so = os.pipe()

@@ -5,7 +5,7 @@ Chance remains in the lies that are waited for: an honest peer that answers late
 
 import functools
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from support.calibration import scaled
 pytest.importorskip("libtorrent")
 
 from forebay.data_node import DataNode
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import ProtocolError, UsageError
+from forebay.fetch import engine
+from forebay.fetch.cache import ChunkCache
 from forebay.lease import fetching
 from forebay.load.samples import ends_reader
 from forebay.network import discovery
@@ -27,7 +30,7 @@ from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
 from forebay.storage.origins import open_remote
 from support.handlers import Make
-from support.leases_by_hand import FetchingWorker
+from support.leases_by_hand import DATASET, FetchingWorker, answer, lease_of
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset
@@ -63,7 +66,7 @@ def test_a_leased_slice_comes_from_the_honest_one(
     stall_s = scaled(STALL_S)
     monkeypatch.setattr(fetching, "_STALL_S", stall_s if lie in WAITED_FOR else 60.0)
     if lie in WAITED_FOR:
-        monkeypatch.setattr(fetching, "_PACE_S", 2 * stall_s)
+        monkeypatch.setattr(engine, "_SLOW_S", 2 * stall_s)
     row, alone = dataset.table.row(0), dataset.table.row(1)
     with ExitStack() as stack:
         liar = stack.enter_context(Liar(make_identity("liar"), dataset, lie))
@@ -72,16 +75,17 @@ def test_a_leased_slice_comes_from_the_honest_one(
             {"peer_id": peer.identity.peer_id, "address": peer.address, "is_origin": peer is good}
             for peer in (liar, good)
         ]
-        worker = FetchingWorker(stack.enter_context(Client(make_identity("reader"))), tmp_path / "cache")
+        worker = FetchingWorker(
+            stack.enter_context(Client(make_identity("reader"))), tmp_path / "cache", dataset=dataset
+        )
         stack.callback(worker.close)
-        current = worker.lease(row.sha256, row.bytes, providers, chunk_bytes=row.chunk_bytes)
+        current = worker.lease(providers, index=0)
         assert worker.fetched(current) == dataset.slice_path(0).read_bytes()
         assert liar.requests
         blamed = [who for who, wrong in worker.rejected if wrong]
         assert blamed == ([liar.identity.peer_id] if lie in BLAMED else []), (lie, worker.rejected)
         # From the liar alone there is none; only wrong bytes speak against the slice.
-        size = alone.chunk_bytes
-        reason = worker.lost(worker.lease(alone.sha256, alone.bytes, providers[:1], lease_id="2", chunk_bytes=size))
+        reason = worker.lost(worker.lease(providers[:1], lease_id="2", index=alone.index))
         # What is endless may also be told by what comes on the same connection before the next head.
         assert lie == "endless" or (liar.identity.peer_id in reason) == (lie == "wrong_bytes"), (lie, reason)
     assert worker.cache.list_slices() == {row.sha256}
@@ -143,11 +147,12 @@ def test_a_search_hears_the_honest_one_only(
         until(lambda: len(liar.requests) == 1)  # The search waits for a silent one for 1.5 s only.
 
 
-def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path) -> None:
-    with Client(make_identity("reader")) as client, closing(FetchingWorker(client, tmp_path / "cache")) as worker:
-        for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
-            with pytest.raises(UsageError, match="sha256"):
-                worker.cache.path_of(name)
-            with pytest.raises(ProtocolError, match=r"leases\.0\.sha256: "):
-                worker.lease(name, 10, [])
+def test_a_slice_named_by_a_path_is_no_slice(tmp_path: Path) -> None:
+    cache = ChunkCache(tmp_path / "cache", 1 << 20)
+    for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
+        with pytest.raises(UsageError, match="sha256"):
+            cache.path_of(name)
+        with pytest.raises(ProtocolError, match=r"leases\.0\.sha256: "):
+            answer(leases=[lease_of(SliceInfo(0, "a", 10, name, 1, 1), DATASET, [])])
+    cache.close()
     assert not (tmp_path / "evil").exists() and not (tmp_path / "evil.part").exists()

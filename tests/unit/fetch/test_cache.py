@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from forebay.errors import UsageError
 from forebay.fetch.cache import ChunkCache
 from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
-from support.cached import CHUNK, content, disk_bytes, info_of, leaves_of, put, put_chunks, write
+from support.cached import CHUNK, content, disk_bytes, info_of, put, put_chunks
 
 MAP = MapLayout(len(content(0)), CHUNK).disk_bytes
 SLICE = 4 * CHUNK + MAP  # On disk.
@@ -34,7 +34,7 @@ def test_least_recently_used_goes_first(tmp_path: Path) -> None:
 def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path) -> None:
     cache, other = ChunkCache(tmp_path, 1 << 30), ChunkCache(tmp_path, 1 << 30)
     names = [put(cache, content(number), CHUNK) for number in range(4)]
-    assert other.get(names[1], pin=True)
+    other.open_pinned([(info_of(content(1), CHUNK), np.arange(4))])
     entry = put_chunks(cache, content(2), CHUNK, [0])
     view = entry.data[:100]
     cache.unpin([(entry, np.array([0]))])
@@ -89,41 +89,12 @@ def test_chunks_that_are_read_latest_go_first(tmp_path: Path) -> None:
 
 
 def test_a_chunk_larger_than_the_budget(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"needs \d+ bytes, the budget .* is 10"):
+    with pytest.raises(UsageError, match=r"no room for .* budget 10"):
         put(ChunkCache(tmp_path, 10), b"x" * 11)
     with pytest.raises(UsageError, match="over 0"):
         ChunkCache(tmp_path, 0)
     with pytest.raises(UsageError, match="sha256"):
         ChunkCache(tmp_path, 10).get("../../etc/passwd")
-
-
-def test_a_whole_slice_is_claimed_without_waiting(tmp_path: Path) -> None:
-    cache, other = ChunkCache(tmp_path, 2 * SLICE + 8192), ChunkCache(tmp_path, 2 * SLICE + 8192)
-    info = info_of(content(0), CHUNK)
-    claimed, _ = cache.claim_slice(info)
-    entry, chunks = claimed
-    assert chunks.tolist() == [0, 1, 2, 3]
-    assert other.claim_slice(info) == (None, "") == cache.claim_slice(info), "it is being fetched"
-    refused, reason = other.claim_slice(info_of(content(1, 8 * CHUNK), CHUNK))
-    assert refused is None and "no room" in reason and "in use" in reason
-    entry.set_leaves(leaves_of(content(0), CHUNK))
-    entry.path.write_bytes(content(0))
-    entry.marks[chunks] = PRESENT
-    cache.complete(entry, chunks)
-    assert entry.is_complete() and other.claim_slice(info) == (None, "")
-    assert other.get(info.sha256) == tmp_path / info.sha256
-    cache.unpin_slice(info.sha256)
-    broken, _ = other.claim_slice(info_of(content(1), CHUNK))
-    entry, chunks = broken
-    write(entry.path, content(1), CHUNK, [0])
-    entry.marks[0] = PRESENT
-    other.complete(entry, chunks)
-    other.unpin_slice(entry.info.sha256)
-    put(cache, content(2), CHUNK)
-    put(cache, content(3), CHUNK)
-    assert disk_bytes(tmp_path) <= cache.budget_bytes
-    with pytest.raises(UsageError, match="Raise the cache's budget"):
-        cache.claim_slice(info_of(content(4, 40 * CHUNK), CHUNK))
 
 
 @pytest.mark.parametrize("damage", ["copied", "flipped", "no map"])

@@ -101,7 +101,7 @@ def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
             with pytest.raises(PermanentError, match="in chunks of this size"):
                 source.leaves(row.name, wrong)
         with RunFetcher(2) as fetcher:
-            transfer = FileTransfer(fetcher, row, tmp_path / "part", [source]).start()
+            transfer = FileTransfer(fetcher, row, tmp_path / "part", source).start()
             assert transfer.wait() and transfer.error is None
             assert fetcher.stats() == {"bytes": row.bytes, "attempts": 1, "retries": 0}
     assert (tmp_path / "part").read_bytes() == dataset.slice_path(2).read_bytes()

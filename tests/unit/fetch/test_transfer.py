@@ -37,6 +37,24 @@ def slice_info(data: bytes, name: str = "slice") -> SliceInfo:
     return SliceInfo(0, name, len(data), cached.info_of(data, CHUNK).sha256, 1, 1, CHUNK)
 
 
+class Several(Origin):
+    """Several origins as one; `named` gets the URLs of those that broke the protocol."""
+
+    def __init__(self, origins: Sequence[Origin], named: list[str] | None = None) -> None:
+        self.origins, self.named, self.url = origins, named, "several"
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        raise AssertionError
+
+    def sources(self) -> list[Origin]:
+        return [source for origin in self.origins for source in origin.sources()]
+
+    def report(self, source: Origin, error: NetworkError) -> bool:
+        if self.named is not None and isinstance(error, ProtocolError):
+            self.named.append(source.url)
+        return False
+
+
 INFO, LEAVES = slice_info(CONTENT), cached.leaves_of(CONTENT, CHUNK)
 
 
@@ -46,9 +64,8 @@ def start(
 ) -> FileTransfer:  # fmt: skip
     """Start a transfer; `named` gets the URLs of the sources that broke the protocol."""
     opened = [open_origin(each, timeouts=timeouts) if isinstance(each, str) else each for each in origins]
-    on_wrong = None if named is None else lambda origin, reason: named.append(origin.url)
     return FileTransfer(
-        fetcher, info, part, opened, read_leaves=lambda: leaves, on_wrong=on_wrong, run_bytes=1 << 18
+        fetcher, info, part, Several(opened, named), read_leaves=lambda: leaves, run_bytes=1 << 18
     ).start()
 
 
@@ -135,26 +152,26 @@ def test_an_outage_is_waited_for(server: OriginServer, tmp_path: Path, monkeypat
         assert fetcher.retries == 12
 
 
-@pytest.mark.parametrize("leaves", [LEAVES, b""], ids=["hashes", "no hashes"])
 @pytest.mark.parametrize("connections", [1, 8])
-def test_only_liars_are_named(
-    make_server: Callable[..., OriginServer], tmp_path: Path, connections: int, leaves: bytes
-) -> None:
-    """Without hashes of the chunks the slice comes from one source at a time, and its id decides."""
+def test_only_liars_are_named(make_server: Callable[..., OriginServer], tmp_path: Path, connections: int) -> None:
     liars, absent, honest = [make_server(), make_server()], make_server(), make_server()
     for liar in liars:
-        liar.faults.corrupt["slice"] = 5 if leaves else 3_000_000  # of the run that the first source is asked for
+        liar.faults.corrupt["slice"] = 5  # of the run that the first source is asked for
     absent.faults.missing.add("slice")
-    urls, named = [*(liar.url for liar in liars), absent.url], list[str]()
+    liar_urls, named = [liar.url for liar in liars], list[str]()
+    urls = [*liar_urls, absent.url]
     with RunFetcher(connections, **QUICK) as fetcher:
         for turn in range(3):
-            assert fetch(fetcher, tmp_path / f"{turn}", *urls, honest.url, leaves=leaves, named=named) is None
+            assert fetch(fetcher, tmp_path / f"{turn}", *urls, honest.url, named=named) is None
         assert named and set(named) <= set(urls[:2])
         assert sum(fetcher._sources[url].lies for url in urls[:2]) == len(named)
         named.clear()
-        error = fetch(fetcher, tmp_path / "lost", *urls, leaves=leaves, named=named)
+        error = fetch(fetcher, tmp_path / "lost", *liar_urls, named=named)
+        absent_too = fetch(fetcher, tmp_path / "absent", *urls)
     assert type(error) is IntegrityError and sorted(set(named)) == sorted(urls[:2])
-    assert "slice slice" in str(error) and "404" in str(error) and all(url in str(error) for url in urls)
+    assert type(absent_too) is NetworkError, "a source that does not have it says nothing of the slice"
+    text = str(absent_too)
+    assert "slice slice" in text and "404" in text and all(url in text for url in urls)
 
 
 def test_what_an_earlier_process_left(server: OriginServer, tmp_path: Path) -> None:
@@ -194,7 +211,7 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
     offset, wrong = 1000, [5]
     num_bytes = len(CONTENT) - offset
     info = SliceInfo(0, "slice", num_bytes, "0" * 64, 0, 0, CHUNK, offset)
-    cache, origins = ChunkCache(tmp_path / "cache", 8 * MIB), [open_origin(server.url, timeouts=PATIENT)]
+    cache, origin = ChunkCache(tmp_path / "cache", 8 * MIB), open_origin(server.url, timeouts=PATIENT)
     chunks = np.arange(-(-num_bytes // CHUNK))
     [entry], _ = cache.open_pinned([(info, chunks)])
 
@@ -205,7 +222,7 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
     def fetch_absent():
         claimed, reason = cache.claim(entry, chunks)
         assert not reason
-        transfer = ChunkTransfer(fetcher, entry, replace(info, sha256=""), origins, chunks=claimed).start()
+        transfer = ChunkTransfer(fetcher, entry, replace(info, sha256=""), origin, chunks=claimed).start()
         assert transfer.wait()
         cache.complete(entry, claimed)
         return transfer.error

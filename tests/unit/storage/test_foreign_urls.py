@@ -27,7 +27,7 @@ from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import UnusableOrigin, open_untrusted_origin
-from support.leases_by_hand import FetchingWorker
+from support.leases_by_hand import FetchingWorker, table_of
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 from support.rude_peer import RudePeer, http
@@ -241,11 +241,14 @@ def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identi
 
 def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tmp_path: Path) -> None:
     with Client(make_identity("worker")) as client:
-        worker, numbers = FetchingWorker(client, tmp_path / "cache", from_urls=""), itertools.count()
+        worker, numbers = (
+            FetchingWorker(client, tmp_path / "cache", from_urls="", table=table_of("ab" * 32, 100)),
+            itertools.count(),
+        )
 
         def has_failed():
-            lease = worker.lease("ab" * 32, 100, [{"address": "https://data.example/d"}], str(next(numbers)))
-            until(lambda: lease.ended or worker.fetcher.failure is not None)
+            lease = worker.lease([{"address": "https://data.example/d"}], str(next(numbers)))
+            worker.until(lambda: lease.ended or worker.fetcher.failure is not None)
             return worker.fetcher.failure is not None
 
         try:

@@ -13,10 +13,11 @@ import pytest
 from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, ProtocolError
+from forebay.fetch.engine import NoProviderError
 from forebay.network.client import RemoteError
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
-from forebay.storage.base import PermanentError, TransientError
+from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.swarm.reader import SwarmReader
 from forebay.swarm.reader_state import SwarmReaderState, TrackerClient
 from forebay.swarm.steering import Swarm
@@ -174,7 +175,26 @@ def honest_tracker() -> Callable[[dict], dict]:
 
 def reading(client: Any, **settings: Any) -> SwarmReader:
     settings = {"trackers": lambda: [RUDE, HONEST], **settings}
-    return SwarmReader(client, "ab" * 32, TABLE, own_flags=lambda: np.zeros(1, np.bool_), **settings)
+    return SwarmReader(
+        client, "ab" * 32, TABLE, own_flags=lambda: np.zeros(1, np.bool_), on_change=lambda: None, **settings
+    )
+
+
+def named(reader: SwarmReader) -> Origin | NetworkError:
+    """Wait until a provider of slice 0 was named, or none will be."""
+    result = []
+
+    def ask():
+        try:
+            result.append(reader.source(0))
+        except NoProviderError:
+            return False
+        except NetworkError as error:
+            result.append(error)
+        return True
+
+    until(ask)
+    return result[0]
 
 
 HOLDER = json.loads('{"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:9", "is_origin": true}')
@@ -185,8 +205,7 @@ def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(tmp_path: 
     nonsense = {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://"}]}
     client = StubClient({RUDE.address: lambda body: nonsense, HONEST.address: honest_tracker()})
     with closing(reading(client)) as reader:
-        transfer = reader.fetch(0, tmp_path / "part")
-        assert transfer.wait() and transfer.error is None
+        assert named(reader).url.endswith(ORIGIN.address)
         assert client.requests.count((RUDE.peer_id, RUDE.address)) == 1
 
 
@@ -197,8 +216,7 @@ def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_pat
     client = StubClient({RUDE.address: lambda body: answers.pop() if answers else None})
     with closing(reading(client, timeout_s=0.5)) as reader:
         until(lambda: not answers)
-        transfer = reader.fetch(0, tmp_path / "part")
-        assert transfer.wait() and isinstance(transfer.error, NetworkError)
+        assert isinstance(named(reader), NetworkError)
 
 
 def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path: Path) -> None:
@@ -213,7 +231,6 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
 
     with closing(reading(StubClient(), trackers=trackers, timeout_s=0.5)) as reader:
         until(lambda: len(failing) < 2)
-        transfer = reader.fetch(0, tmp_path / "part")
-        assert transfer.wait()
-        assert isinstance(transfer.error, NetworkError) and "no provider of" in str(transfer.error)
+        error = named(reader)
+        assert isinstance(error, NetworkError) and "no provider of" in str(error)
     assert threads.failures()["swarm"] > before

@@ -1,8 +1,8 @@
-"""Batches of leased samples: the order is that in which schedulers grant them, and how fast workers are decides it.
+"""The order of leased samples: that in which schedulers grant them, and how fast workers are decides it.
 
 A batch takes what it lacks from the next lease, if one is here or being fetched, and is short otherwise; its weight
-says so. Samples are taken when a batch is formed, and used when the loop asks for the next one, or at `commit`. A batch
-formed ahead whose lease was lost meanwhile is not given: it is formed again, as are those after it.
+says so. Samples are taken when a batch is planned, and used when the loop asks for the next one, or at `commit`. A
+batch made ahead whose lease was lost meanwhile is not given: it is planned again, as are those after it.
 """
 
 import contextlib
@@ -10,82 +10,92 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.dataset.slices import open_slice
-from forebay.errors import DatasetError
+from forebay.fetch.feed import CacheSettings
+from forebay.lease.fetching import GrantedProviders
 from forebay.lease.job import LeaseJob
 from forebay.lease.session import LeaseSession, SessionSettings
 from forebay.lease.state import ActiveLease, LeaseState
-from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
-from forebay.load.collate import Collator
+from forebay.load.order_source import StepPlan
 from forebay.load.samples import SampleIndex
+from forebay.load.slices import SliceReader
 from forebay.network.retry import log_while_waiting
 from forebay.order.mixture import MixtureOrder
 from forebay.order.plan import lease_order
+from forebay.order.run import Run
 
 _CONTINUE_S = (
     2.0  # A batch that has samples waits no longer for the next lease; one without releases later datasets' leases.
 )
 _YIELD = -1
+_MIN_BYTES_PER_S = 32 << 10  # of a provider
 _log = logging.getLogger("forebay.worker")
 
 
-class LeaseSessions:
-    """A session for each dataset's job: open from the first batch until `close`; the next batch opens others."""
-
-    cached = True
+class LeaseSlices(SliceReader):
+    """The slices of leases. A session for each dataset's job is open from the first batch until `close`."""
 
     def __init__(
-        self, jobs: Sequence[LeaseJob], settings: Sequence[SessionSettings], stats: Callable[[], Mapping[str, float]]
-    ) -> None:
+        self, jobs: Sequence[LeaseJob], run: Run, cache: CacheSettings, settings: SessionSettings,
+        stats: Callable[[], Mapping[str, float]],
+    ) -> None:  # fmt: skip
+        datasets, self._granted = [job.dataset for job in jobs], GrantedProviders()
+        super().__init__(
+            datasets, [True] * len(jobs), run, 0, 1, cache, False, self._granted, tries=2, timeout_s=1.0,
+            max_backoff_s=1.0, min_bytes_per_s=_MIN_BYTES_PER_S,
+        )  # fmt: skip
         self.jobs = jobs
-        self._settings, self._stats_of_loader = settings, stats
-        self._opened: list[LeaseSession] = []
-        self._past = Counter[str]()  # Of sessions that were closed.
-        self._lock = threading.Lock()
+        self._session_settings, self._stats_of_loader = settings, stats
+        self._sessions: list[LeaseSession] = []
+        self._past_sessions = Counter[str]()  # Counts of those that were closed.
+        self._opening = threading.Lock()
         self.paused = False
 
-    def open(self) -> list[LeaseSession]:
+    def sessions(self) -> list[LeaseSession]:
         """The sessions, opened unless they are open."""
-        with self._lock:
-            if not self._opened:
+        with self._opening:
+            if not self._sessions:
                 with contextlib.ExitStack() as stack:
-                    for job, settings in zip(self.jobs, self._settings):
-                        self._opened.append(stack.enter_context(LeaseSession(job, settings, self._stats_of_loader)))
+                    for job, first in zip(self.jobs, self.first_key.tolist()):
+                        session = LeaseSession(
+                            job, self._session_settings, self, self._granted, first, self._stats_of_loader
+                        )
+                        self._sessions.append(stack.enter_context(session))
                     stack.pop_all()
-            return self._opened
+            return self._sessions
 
     def pause(self) -> None:
-        """End the wait for a batch that is formed ahead."""
+        """End the wait for a batch that is made ahead."""
         self.paused = True
-        for session in self._opened:
+        for session in self._sessions:
             with session.leases.locked():
                 pass  # Wakes up what waits.
 
     def close(self) -> None:
         """Acknowledge what was used, and return the leases."""
-        sessions, self._opened = self._opened, []
+        sessions, self._sessions = self._sessions, []
         try:
             for session in sessions:
                 session.close()
         finally:
             for session in sessions:
-                self._past.update(session.counts())
+                self._past_sessions.update(session.counts())
             for job in self.jobs:
                 job.close()
+            super().close()
 
     def stats(self) -> dict[str, Any]:
-        """Counts of all sessions; see `LeaseSession.counts`."""
-        total = Counter(self._past)
-        for session in self._opened:
+        """Counts of the feed and of all sessions; see `LeaseSession.counts`."""
+        total, counts = Counter(self._past_sessions), super().stats()
+        for session in self._sessions:
             total.update(session.counts())
-        return dict(total)
+        return {**counts, "fetched_bytes_of_workers": max(0, counts["fetched_bytes"] - self.bytes_of_last()), **total}
 
 
 @dataclass(eq=False)
@@ -108,50 +118,71 @@ class _Part:
         return self.opened.order[self.start - first : self.stop - first]
 
 
-class LeasePlanner:
-    """The batches of a worker, from any step on. One thread iterates `batches`, another may call all else.
+class LeaseOrder:
+    """The samples of a worker's steps. One thread plans, another may call all else.
 
     Args:
-        indexes: One a dataset, as sessions.
+        indexes: One a dataset, as the jobs of `slices`.
+        batch_size: Samples of a step.
         mixture: The dataset of each sample of this worker's steps, by the number of samples before; None for one.
     """
 
+    is_known = False
+    every = 0, 1
+
     def __init__(
-        self, sessions: LeaseSessions, indexes: Sequence[SampleIndex], collator: Collator, batch_size: int,
-        mixture: MixtureOrder | None, num_steps: Callable[[], int | None],
+        self, slices: LeaseSlices, indexes: Sequence[SampleIndex], batch_size: int, mixture: MixtureOrder | None,
+        num_steps: int | None,
     ) -> None:  # fmt: skip
-        self.sessions, self._collator, self._batch_size = sessions, collator, batch_size
-        self._mixture, self._num_steps = mixture, num_steps
+        self._slices, self._batch_size, self._mixture, self.num_steps = slices, batch_size, mixture, num_steps
         self._first_key = np.cumsum([0, *(len(index.counts) for index in indexes)])
         self._counts = [index.counts for index in indexes]
         self._first_ids = np.concatenate([index.bases + index.offsets for index in indexes])
-        self._open: list[_OpenLease] = []  # In the order of their grants; changed by the thread that iterates.
+        self._open: list[_OpenLease] = []  # In the order of their grants; changed by the thread that plans.
         self._formed: dict[int, list[_Part]] = {}  # By step: not used.
         self._delivered: int | None = None  # The step of the batch that the loop has.
         self._epoch_starts: dict[int, int] = {}
-        self.network_s = self.disk_s = self.scheduler_s = 0.0
-        self.num_opened = self.epoch = 0
+        self.close_slice: Callable[[int], object] = lambda key: None
+        """Called with the key of a slice whose chunks may go."""
+        self.network_s = self.scheduler_s = 0.0
+        self.epoch = 0
 
-    def batches(self, step: int) -> Generator[NumpyTokens | NumpyRows, None, None]:
-        """The batches from `step` on, until a job has nothing left.
+    def plan(self, step: int, num_steps: int) -> StepPlan | None:
+        """The samples of a step, until a job has nothing left.
 
         Raises:
             NetworkError: If a scheduler, or all providers, do not answer for too long.
             UsageError: If a slice does not fit the cache.
         """
-        self.sessions.paused = False
-        sessions = self.sessions.open()
-        while (end := self._num_steps()) is None or step < end:
-            parts = self._form(step)
-            if parts is None:
-                break
-            if (batch := self._make(step, parts)) is not None:
-                yield batch
-                del batch
-                step += 1
-        for session in sessions:
-            if session.failure is not None:
-                raise session.failure
+        parts = None if self.num_steps is not None and step >= self.num_steps else self._form(step)
+        if parts is None:
+            for session in self._slices.sessions():
+                if session.failure is not None:
+                    raise session.failure
+            return None
+        sizes = [part.stop - part.start for part in parts]
+        keys = np.repeat([part.opened.key for part in parts], sizes)
+        samples = np.concatenate([part.samples for part in parts])
+        for part in parts:
+            lease, first = part.opened.lease, part.opened.lease.grant.start
+            assert lease.read_ids is not None
+            lease.read_ids[part.start - first : part.stop - first] = lease.grant.sample_base + part.samples
+        epoch = parts[0].opened.lease.grant.epoch
+        self._formed[step] = parts
+        return StepPlan(
+            [step], step + 1, [0, len(keys)], keys, samples, self._first_ids[keys] + samples,
+            None if self._mixture is None else np.repeat([part.opened.source for part in parts], sizes), [epoch],
+            [step - self._epoch_starts.setdefault(epoch, step)], [len(keys) / self._batch_size],
+        )  # fmt: skip
+
+    def replace(self, plan: StepPlan, damaged: Mapping[int, str]) -> bool:
+        parts = self._formed.pop(plan.steps[0], [])
+        self._give_back(parts)
+        for part in parts:
+            if part.opened.key in damaged:
+                session = self._slices.sessions()[part.opened.source]
+                _fail(session, part.opened.lease, damaged[part.opened.key])
+        return True
 
     def deliver(self, step: int) -> bool:
         """The loop gets the batch of a step; False if a lease of it was lost: then it does not."""
@@ -165,14 +196,14 @@ class LeasePlanner:
         """The batch that the loop has was used."""
         step, self._delivered = self._delivered, None
         parts = [] if step is None else self._formed.pop(step, [])
-        for source, session in enumerate(self.sessions.open() if parts else ()):
+        for source, session in enumerate(self._slices.sessions() if parts else ()):
             mine = [(part.opened.lease, part.stop) for part in parts if part.opened.source == source]
             if mine and step is not None:
                 session.leases.used(mine, step + 1)
 
     def close(self) -> None:
-        """Forget all batches that were formed and not used: their samples are taken again. Nothing may iterate."""
-        self._delivered = None
+        """Forget all batches that were planned and not used: their samples are taken again. Nothing may iterate."""
+        self._delivered, self._slices.paused = None, False
         steps = sorted(self._formed, reverse=True)
         for step in steps:
             self._give_back(self._formed.pop(step))
@@ -181,14 +212,14 @@ class LeasePlanner:
                 self._close_spent(state, opened)
 
     def forget(self) -> None:
-        """Close all slices; the sessions end."""
+        """Release all slices; the sessions end."""
         self.close()
         for opened in list(self._open):
             with self._state_of(opened) as state:
                 self._finish(state, opened)
 
     def _state_of(self, opened: _OpenLease) -> contextlib.AbstractContextManager[LeaseState]:
-        return self.sessions.open()[opened.source].leases.locked()
+        return self._slices.sessions()[opened.source].leases.locked()
 
     def _give_back(self, parts: Sequence[_Part]) -> None:
         for part in reversed(parts):
@@ -208,14 +239,14 @@ class LeasePlanner:
             parts += taken
             if count and not taken:
                 self._give_back(parts)
-                if self._mixture is not None and self.sessions.open()[source].leases.state.done:
-                    _log.info("mixture: nothing is left of %s: the run ends", self.sessions.jobs[source].name)
+                if self._mixture is not None and self._slices.sessions()[source].leases.state.done:
+                    _log.info("mixture: nothing is left of %s: the run ends", self._slices.jobs[source].name)
                 return None
         return parts
 
     def _take_of(self, source: int, count: int) -> list[_Part]:
         """Take so many samples of a dataset, or fewer at the end of its leases here; none at its end."""
-        session = self.sessions.open()[source]
+        session = self._slices.sessions()[source]
         parts: list[_Part] = []
         began, deadline, missing = time.perf_counter(), time.monotonic() + _CONTINUE_S, count
         waits_for_fetch = is_yielding = False
@@ -242,8 +273,9 @@ class LeasePlanner:
                 return state.describe_wait()
 
         while missing:
+            session.fetches.update()
             with log_while_waiting(_log, describe):
-                item = session.leases.wait(get, lambda: self.sessions.paused)
+                item = session.leases.wait(get, lambda: self._slices.paused)
             waited_s, began = time.perf_counter() - began, time.perf_counter()
             self.network_s += waited_s * waits_for_fetch
             self.scheduler_s += waited_s * (not waits_for_fetch)
@@ -269,41 +301,23 @@ class LeasePlanner:
         """Release, or lease again, slices of the datasets after `source`: leases are waited for in the order of the
         datasets, so workers cannot deadlock.
         """
-        for session in self.sessions.open()[source + 1 :]:
+        for session in self._slices.sessions()[source + 1 :]:
             with session.leases.locked() as state:
                 state.yield_leases(is_yielding)
 
     def _open_lease(self, source: int, session: LeaseSession, lease: ActiveLease) -> None:
-        grant, job = lease.grant, session.job
-        try:
-            row = job.dataset.table.row(grant.slice) if grant.slice < len(job.dataset.table) else None
-            if row is None or (grant.dataset_id, grant.sha256) != (job.dataset.id, row.sha256):
-                raise DatasetError(f"slice {grant.name}: expected one of the dataset {job.dataset.id}, got another.")
-            if grant.count != self._counts[source][grant.slice]:
-                expected = self._counts[source][grant.slice]
-                raise DatasetError(f"slice {grant.name}: expected {expected} samples, got {grant.count}.")
-            assert lease.path is not None
-            slice_ = open_slice(lease.path)
-            job.dataset.check_slice(row, slice_)
-            key = int(self._first_key[source]) + grant.slice
-            self._collator.open(key, grant.slice, slice_)
-            order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
-        except DatasetError as error:
-            self._fail(session, lease, error)
+        grant, expected = lease.grant, self._counts[source][lease.grant.slice]
+        if grant.count != expected:
+            _fail(session, lease, f"slice {grant.name}: expected {expected} samples, got {grant.count}.")
             with session.leases.locked() as state:
                 state.finish(lease)
             return
+        order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
         lease.read_ids = np.empty(grant.stop - grant.start, np.int64)
-        self.num_opened += 1
-        self._open.append(_OpenLease(source, key, lease, order))
-
-    def _fail(self, session: LeaseSession, lease: ActiveLease, error: DatasetError) -> None:
-        _log.warning("slice %s cannot be used; its lease is returned: %s", lease.grant.name, error)
-        with session.leases.locked() as state:
-            state.fail(lease, str(error))
+        self._open.append(_OpenLease(source, int(self._first_key[source]) + grant.slice, lease, order))
 
     def _close_spent(self, state: LeaseState, opened: _OpenLease) -> bool:
-        """Close a slice of whose lease nothing is left to take or use. With the lock."""
+        """Release a slice of whose lease nothing is left to take or use. With the lock."""
         if opened.lease.is_spent:
             self._finish(state, opened)
             return True
@@ -312,37 +326,11 @@ class LeasePlanner:
     def _finish(self, state: LeaseState, opened: _OpenLease) -> None:
         self._open.remove(opened)
         if all(other.key != opened.key for other in self._open):
-            self._collator.close(opened.key)
+            self.close_slice(opened.key)
         state.finish(opened.lease)
 
-    def _make(self, step: int, parts: list[_Part]) -> NumpyTokens | NumpyRows | None:
-        """The batch of these samples; None if a slice is damaged: then they are given back."""
-        keys = np.concatenate([np.full(part.stop - part.start, part.opened.key) for part in parts])
-        samples = np.concatenate([part.samples for part in parts])
-        try:
-            arrays = self._collator.make(self._collator.plan(keys, samples), 0, len(keys))
-        except DatasetError:
-            self._fail_damaged(parts)
-            return None
-        for part in parts:
-            lease = part.opened.lease
-            first = lease.grant.start
-            assert lease.read_ids is not None
-            lease.read_ids[part.start - first : part.stop - first] = lease.grant.sample_base + part.samples
-        sources = np.repeat([part.opened.source for part in parts], [part.stop - part.start for part in parts])
-        epoch = parts[0].opened.lease.grant.epoch
-        self._formed[step] = parts
-        return new_batch(
-            *arrays, sample_ids=self._first_ids[keys] + samples, epoch=epoch, step=step,
-            epoch_step=step - self._epoch_starts.setdefault(epoch, step), weight=len(keys) / self._batch_size,
-            _dataset_index=None if self._mixture is None else sources,
-        )  # fmt: skip
 
-    def _fail_damaged(self, parts: Sequence[_Part]) -> None:
-        self._give_back(parts)
-        for part in parts:
-            keys = np.full(part.stop - part.start, part.opened.key)
-            try:
-                self._collator.make(self._collator.plan(keys, part.samples), 0, len(keys))
-            except DatasetError as error:
-                self._fail(self.sessions.open()[part.opened.source], part.opened.lease, error)
+def _fail(session: LeaseSession, lease: ActiveLease, reason: str) -> None:
+    _log.warning("slice %s cannot be used; its lease is returned: %s", lease.grant.name, reason)
+    with session.leases.locked() as state:
+        state.fail(lease, reason)
