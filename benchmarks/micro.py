@@ -49,9 +49,11 @@ def measure_order(scale: float = 1.0) -> list[Figure]:
     counts = samples_per_slice(np.full(int(NUM_SLICES * scale), 60_000_000), 2048)
     before = rss_bytes()
     order = Order(counts, 0, 1024)
-    cold = [1e3 * timed(lambda epoch=epoch: order.share(epoch, 7, 3, 8)) for epoch in range(100)]  # type: ignore[misc]
-    steps = np.random.default_rng(0).integers(0, order.steps_per_epoch - 1, 2000).tolist()
-    warm = [1e3 * timed(lambda step=step: order.share(99, step, 3, 8)) for step in steps]  # type: ignore[misc]
+    run, per_epoch = Run([order], BatchSizes.of(1024), epochs=None), order.steps_per_epoch
+    firsts = range(7, 100 * per_epoch, per_epoch)
+    cold = [1e3 * timed(lambda step=step: run.steps(step, step + 1, 3, 8)) for step in firsts]  # type: ignore[misc]
+    steps = np.random.default_rng(0).integers(99 * per_epoch, 100 * per_epoch - 1, 2000).tolist()
+    warm = [1e3 * timed(lambda step=step: run.steps(step, step + 1, 3, 8)) for step in steps]  # type: ignore[misc]
     grown = rss_bytes() - before
     figures = [
         Figure("order tokens", order.num_samples * 2048, "tokens", f"{len(counts)} slices, {order.num_lanes} lanes"),

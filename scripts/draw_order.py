@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from forebay.order.plan import Order
+from forebay.order.run import Run
+from forebay.order.step_index import BatchSizes
 
 SLICES, SAMPLES, BATCH, WINDOW, RANKS = 12, 24, 8, 9, 4
 X, Y, LEFT, TOP = 2.6, 11, 56, 44
@@ -21,6 +23,7 @@ DARK = ("#4db6ac", "#f0965a", "#a79df2", "#e0c25a")
 
 def main() -> None:
     order = Order(np.full(SLICES, SAMPLES), seed=7, global_batch=BATCH, lanes=BATCH, window=WINDOW)
+    run = Run([order], BatchSizes.of(BATCH))
     width, height = LEFT + X * order.num_samples + 16, TOP + Y * order.steps_per_epoch + 44
     parts = [
         f'<rect class="{"s" if s % 2 else "t"}" x="{LEFT + X * SAMPLES * s:.1f}" y="{TOP - 6}" '
@@ -33,7 +36,8 @@ def main() -> None:
             parts.append(f'<text x="{LEFT - 8}" y="{TOP + Y * step + 8}" text-anchor="end">step {step}</text>')
         for rank in range(RANKS):
             y = TOP + Y * step + 4
-            for sample in order.share(0, step, rank, RANKS).tolist():
+            read = run.steps(step, step + 1, rank, RANKS)
+            for sample in order.sample_ids_of(read.slices, read.samples).tolist():
                 parts.append(f'<circle class="r{rank}" cx="{LEFT + X * (sample + 0.5):.1f}" cy="{y}" r="3"/>')
     for rank in range(RANKS):
         x = LEFT + 90 * rank

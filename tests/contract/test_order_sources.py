@@ -171,7 +171,7 @@ def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tup
         by_step[line["step"]].update(line["sources"])
     assert all(by_step[step].keys() == {0} for step in range(CHANGE_AT))
     later = sum((by_step[step] for step in range(CHANGE_AT, STEPS)), Counter())
-    assert abs(later[0] - later[1]) <= 2 * len(workers)
+    assert abs(later[0] - later[1]) <= 4 * len(workers)
     assert set(counts.values()) == {1}
     if isinstance(source, Leased):
         for index, job in enumerate(("web", "books")):

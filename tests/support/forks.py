@@ -148,7 +148,7 @@ def _main():
 
     import forebay.cli
     import forebay.data_node
-    import forebay.load.lease_planner
+    import forebay.load.lease_order
     import forebay.load.loader
     import forebay.network.dht
     import forebay.scheduler.server

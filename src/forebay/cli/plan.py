@@ -15,7 +15,8 @@ from forebay.machine import memory_bytes
 from forebay.toml import read_toml
 
 if TYPE_CHECKING:
-    from forebay.load.resources import RunSpec
+    from forebay.observe.plan import DatasetSpec, RunSpec
+    from forebay.order.mixture import Weights
 
 
 def _plan_shards(args: Namespace) -> int:
@@ -88,38 +89,49 @@ _GPT2_VOCABULARY = 50257
 
 
 def _job(args: Namespace) -> RunSpec:
-    from forebay.load.resources import RunSpec
+    from forebay.observe.plan import RunSpec
 
     if (args.dataset is None) == (args.bytes is None):
         raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of a future one. Give one of them.")
-    slice_bytes, slice_samples, name, seq_len, chunk_bytes = _read_dataset(args) if args.dataset else _from_sizes(args)
+    datasets, seq_len, weights = _read_datasets(args) if args.dataset else ([_from_sizes(args)], args.seq_len, None)
     return RunSpec(
-        slice_bytes, slice_samples, args.global_batch_size, seq_len, name, args.world_size,
+        datasets, args.global_batch_size, seq_len, weights, args.world_size,
         min(args.ranks_per_node, args.world_size), epochs=args.epochs, cache_bytes=args.cache_bytes,
         volume_bytes=None if args.disk is None else _free_bytes(args.disk), mem_bytes=args.memory or memory_bytes(),
         bandwidth=args.bandwidth, step_s=args.step_s, whole_in_memory=args.disk == "ram",
-        chunk_bytes=chunk_bytes,
     )  # fmt: skip
 
 
-def _read_dataset(args: Namespace) -> tuple[Any, Any, str, int | None, Any]:
+def _read_datasets(args: Namespace) -> tuple[list[DatasetSpec], int | None, Weights | None]:
     from forebay.load.samples import plan_samples
-    from forebay.load.sources import open_dataset
+    from forebay.load.sources import as_mixture, open_datasets
+    from forebay.observe.plan import DatasetSpec
 
-    dataset = open_dataset(args.dataset, args.identity)
-    seq_len = args.seq_len if dataset.manifest.layout == "tokens" else None
-    table = dataset.table
-    return table.bytes, plan_samples(dataset, seq_len).counts, dataset.name, seq_len, table.chunk_bytes
+    mixture = as_mixture(args.dataset)
+    if mixture is None:
+        datasets = open_datasets({"": args.dataset}, args.identity)
+    else:
+        datasets = open_datasets(
+            mixture.datasets, args.identity, allow_different_tokenizers=mixture.allow_different_tokenizers
+        )
+    seq_len = args.seq_len if next(iter(datasets.values())).manifest.layout == "tokens" else None
+    specs = [
+        DatasetSpec(of.table.bytes, plan_samples(of, seq_len).counts, of.table.chunk_bytes, name or of.name)
+        for name, of in datasets.items()
+    ]
+    return specs, seq_len, None if mixture is None else mixture.plan
 
 
-def _from_sizes(args: Namespace) -> tuple[Any, Any, str, int | None, Any]:
+def _from_sizes(args: Namespace) -> DatasetSpec:
     import numpy as np
+
+    from forebay.observe.plan import DatasetSpec
 
     if args.slice_bytes is None:
         raise UsageError("plan: expected --slice-bytes beside --bytes. Give the size of a slice.")
     full, rest = divmod(args.bytes, args.slice_bytes)
     sizes = np.array([args.slice_bytes] * full + [rest] * (rest > 0), np.int64)
-    return sizes, sizes // 2 // args.seq_len, "", args.seq_len, None
+    return DatasetSpec(sizes, sizes // 2 // args.seq_len)
 
 
 def _free_bytes(text: str) -> int:
@@ -154,7 +166,7 @@ def _simulate(args: Namespace) -> int:
 def add_verbs(verb: Any, group: Any) -> None:
     about = "compute the disk, time and memory that a run needs, before it starts; exit 1 if it cannot work"
     p = verb("plan", _plan, about)
-    p.add("dataset", "a directory or URL; only its description is read", nargs="?")
+    p.add("dataset", "a directory or URL, or a mixture's TOML file; only descriptions are read", nargs="?")
     p.add("--bytes", "size of a future dataset: 2TB (default: of DATASET)", type=size)
     p.add("--slice-bytes", "size of its slices: 1GB (required with --bytes)", type=size)
     p.add_flag("--shards", "plan SharedShardedDatasetManager: DATASET is the URL of shards")

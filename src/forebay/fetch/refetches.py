@@ -48,6 +48,6 @@ class Refetches:
             self._warned = True
             _log.warning(
                 "cache: %d bytes were fetched a second time in epoch %d: %s evicted them before they were read. Raise "
-                "cache_bytes, or use fewer lanes.", self.counts["refetched_bytes"], epoch,
+                "cache_bytes, or lower OrderOptions.lanes.", self.counts["refetched_bytes"], epoch,
                 "this run" if is_own else "other processes",
             )  # fmt: skip

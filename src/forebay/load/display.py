@@ -8,9 +8,9 @@ from forebay.arrays import Array
 from forebay.dataset.documents import Document, Documents
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
-from forebay.load.resources import fetch_ratio
 from forebay.load.tokens import TokenCollator
 from forebay.maps import map_offset
+from forebay.order.footprint import fetch_ratios
 from forebay.units import format_bytes
 
 
@@ -29,7 +29,7 @@ class TokenText:
 
 def describe(loader: Any) -> dict[str, str]:
     """The description of a loader by name; see `Loader.describe`."""
-    run, order, options = loader.run, loader.order, loader.plan.options
+    run, order, options = loader.run, loader.run.orders[0], loader.plan.options
     unit = "rows" if loader.seq_len is None else f"samples of {loader.seq_len} tokens"
     fields: dict[str, str] = {}
     for name, dataset, index in zip(loader.datasets, loader.datasets.values(), loader.plan.indexes):
@@ -48,10 +48,7 @@ def describe(loader: Any) -> dict[str, str]:
         fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; {_limit(options.epochs)} epochs in a pass"
     elif run.num_steps is not None:
         fields["repeats"] = ", ".join(f"{name} {n:.2f} times" for name, n in _repeats(loader).items())
-    fields["order"] = (
-        f"seed {order.seed}, {order.num_lanes} lanes, windows of {order.window_samples:,} samples, assignment "
-        f"{options.order.assignment}" if order.shuffle else "as in the dataset"
-    )  # fmt: skip
+    fields["order"] = f"{order}, seed {order.seed}, assignment {options.order.assignment}"
     fields["packing"] = f"{options.packing}, document masks {'on' if loader.plan.has_masks else 'off'}"
     tail = loader.tail_tokens
     if tail:
@@ -92,9 +89,8 @@ def _traffic(loader: Any) -> dict[str, str]:
     settings = loader.plan.cache
     if settings is None:
         return {"reading": "in place, from the dataset's directory; nothing is fetched"}
-    parts = loader.plan.needs(settings)
-    needs = [nodes[0] for _, _, nodes in parts]
-    ratio = max(fetch_ratio(spec, nodes, settings.budget_bytes) for spec, _, nodes in parts)
+    parts = loader.plan.footprints(settings)
+    needs, ratio = [part.nodes[0] for part in parts], max(fetch_ratios(parts, settings.budget_bytes))
     fetched, opened = sum(need.epoch_bytes for need in needs), sum(need.open_bytes for need in needs)
     verified = loader.plan.options.cache.verify
     return {

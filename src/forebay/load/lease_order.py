@@ -231,7 +231,7 @@ class LeaseOrder:
         requested = [self._batch_size]
         if self._mixture is not None:
             first = step * self._batch_size
-            sources = self._mixture.locate(first, first + self._batch_size)[0]
+            sources = self._mixture.locate(np.arange(first, first + self._batch_size))[0]
             requested = np.bincount(sources, minlength=len(self._counts)).tolist()
         parts: list[_Part] = []
         for source, count in enumerate(requested):

@@ -26,7 +26,6 @@ from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import Batches, BatchSource, BatchT, Convert, Take
 from forebay.load.environment import LoaderArguments, add_environment, close_at_exit, write_stats
-from forebay.load.growth import grow
 from forebay.load.helpers import HelperPool
 from forebay.load.lease_plan import make_lease_state, step_of_lease_state
 from forebay.load.loader_plan import LoaderPlan
@@ -35,6 +34,7 @@ from forebay.load.prefetch import Prefetcher
 from forebay.load.sources import DatasetSource, Mixture, portable_source
 from forebay.load.state import make_state, step_of_state
 from forebay.load.stats import Bottleneck, Callback, Callbacks, WaitTimes, find_bottleneck
+from forebay.order.growth import grow
 from forebay.order.run import Run
 from forebay.order.step_index import check_integer
 from forebay.storage.locks import at_fork
@@ -403,7 +403,8 @@ class Loader(Closing, BatchSource[BatchT]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the batch after `state`, also in a running iteration. Nothing is replayed.
 
-        A state of a dataset that this one extends finishes that dataset's epoch; later epochs have all samples.
+        A state of a dataset that this one extends finishes that dataset's epoch; later epochs have all samples. The
+        lanes and windows are those of the state, unless `order` names others.
 
         Raises:
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
@@ -415,13 +416,13 @@ class Loader(Closing, BatchSource[BatchT]):
             self._step = step
             return
         lineages = [dataset.manifest.lineage for dataset in self.datasets.values()]
-        run, identity, own_state = grow(state, plan.identity, plan.run, lineages, num_steps=plan.run.num_steps)
+        run, identity, own_state = grow(state, plan.identity, plan.run, lineages)
         step = step_of_state(own_state, identity, run)
         if run is self.run:
             self._pause()
         else:
             self.close()
-            self.run, self._identity = run, identity
+            self.run, self.order, self._identity = run, run.orders[0], identity
             self._make_planner(self._every)
         self._step = step
 

@@ -6,7 +6,7 @@ Opens the datasets' descriptions, and reads document ends where packing or lengt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,14 +22,14 @@ from forebay.load.chunk_source import resolve_cache
 from forebay.load.lease_plan import check_arguments, check_job, open_jobs, session_settings
 from forebay.load.options import OPTIONS, as_options
 from forebay.load.order_source import StaticOrder
-from forebay.load.resources import NodeNeeds, RunSpec, check_traffic, lanes_of_nodes, needs_of_nodes, sample_size
 from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
 from forebay.load.sources import as_mixture, open_datasets, subsets_of
 from forebay.load.state import run_identity
 from forebay.machine import user_cache
 from forebay.order.bijection import derive_key
-from forebay.order.plan import Order
+from forebay.order.footprint import Footprint, check_traffic
+from forebay.order.plan import Order, SampleSize
 from forebay.order.run import OwnedRun, Run
 from forebay.order.step_index import check_integer
 
@@ -131,17 +131,11 @@ class LoaderPlan:
             seeds = [int.from_bytes(derive_key(seed, "source", name), "little") for name in self.datasets]
         orders = [
             Order(
-                index.counts,
-                key,
-                batch,
-                options.order.lanes,
-                window,
-                shuffle,
-                drop_last,
-                sample_size(dataset.table.bytes, index.counts, dataset.table.chunk_bytes),
+                index.counts, key, batch, options.order.lanes, None, shuffle, drop_last,
+                SampleSize.of(dataset.table.bytes, index.counts, dataset.table.chunk_bytes), options.order.window_bytes,
             )
-            for dataset, index, key, window in zip(self.datasets.values(), self.indexes, seeds, self._windows())
-        ]
+            for dataset, index, key in zip(self.datasets.values(), self.indexes, seeds)
+        ]  # fmt: skip
         for index, dataset in zip(self.indexes, self.datasets.values()):
             if index.num_samples < (batch if drop_last and self.mixture is None else 1):
                 raise UsageError(
@@ -155,19 +149,7 @@ class LoaderPlan:
             self.run = Run(orders, sizes, weights=weights, drop_last=drop_last, epochs=None, num_steps=options.steps)
         for job, index in zip(self.jobs.values(), self.indexes):
             check_job(job, index, options)
-        self.identity = owner | run_identity(self.run, self.datasets, self.indexes, seed, drop_last)
-
-    def _windows(self) -> list[int | None]:
-        """The window of each dataset's order in samples."""
-        window_bytes = self.options.order.window_bytes
-        if window_bytes is None:
-            return [None] * len(self.datasets)
-        tables = [dataset.table for dataset in self.datasets.values()]
-        if self.seq_len is not None:
-            sample_bytes = [self.seq_len * (2 if self.dataset.manifest.dtype == "U16" else 4)] * len(tables)
-        else:
-            sample_bytes = [max(1, int(table.bytes.sum()) // max(1, int(table.count.sum()))) for table in tables]
-        return [max(1, window_bytes // size) for size in sample_bytes]
+        self.identity = owner | run_identity(self.run, self.datasets, self.indexes, seed)
 
     def _plan_batches(self, options: SimpleNamespace) -> None:
         manifest, samples = self.dataset.manifest, options.samples
@@ -218,40 +200,21 @@ class LoaderPlan:
         source = StaticOrder(run, self.indexes, self.rank, self.world_size, every)
         return slices, BatchPlanner(source, self.indexes, collator, slices, share), None
 
-    def needs(self, settings: CacheSettings) -> list[tuple[RunSpec, Order, list[NodeNeeds]]]:
-        """The needs of each kind of node, `needs_of_nodes`, for each dataset that is cached."""
-        alone, order_options, parts = self.is_owned, self.options.order, []  # Owners have orders of their own.
-        per_node = ranks_per_node(self.world_size)
-        read: Sequence[float | None] = [None] * len(self.datasets)
-        if self.mixture is not None and self.world_size > per_node:
-            read = lanes_of_nodes(self.run, self.world_size, per_node)
-        for dataset, index, order, window, is_cached, part in zip(
-            self.datasets.values(), self.indexes, self.run.orders, self._windows(), self.cached, read
-        ):
-            spec = RunSpec(
-                name=dataset.name, slice_bytes=dataset.table.bytes, slice_samples=index.counts, seq_len=self.seq_len,
-                global_batch=order.global_batch, world_size=1 if alone else self.world_size, seed=order.seed,
-                ranks_per_node=1 if alone else per_node, lanes=order_options.lanes,
-                window=window, shuffle=order.shuffle, drop_last=order.drop_last, cache_bytes=settings.budget_bytes,
-                chunk_bytes=dataset.table.chunk_bytes, lanes_of_node=part,
-                max_fetch_ratio=order_options.max_fetch_ratio, swarm=bool(settings.share),
-            )  # fmt: skip
-            if is_cached:
-                parts.append((spec, order, needs_of_nodes(spec, order)))
-        return parts
+    def footprints(self, settings: CacheSettings) -> list[Footprint]:
+        """What nodes read of each dataset that is cached."""
+        world_size = 1 if self.is_owned else self.world_size  # Owners have orders of their own.
+        return [
+            Footprint(
+                order, world_size, ranks_per_node(world_size), self.run.streams, bool(settings.share), dataset.name
+            )
+            for dataset, order, is_cached in zip(self.datasets.values(), self.run.orders, self.cached) if is_cached
+        ]  # fmt: skip
 
     def _check_traffic(self, settings: CacheSettings) -> CacheSettings:
-        parts = self.needs(settings)
-        open_bytes = [nodes[0].open_bytes for _, _, nodes in parts]
-        for (spec, order, nodes), opened in zip(parts, open_bytes):
-            if self.mixture is not None:  # Its datasets share the cache; ranks read lanes beside their own.
-                ratio = spec.max_fetch_ratio if self.world_size == 1 else None
-                share = settings.budget_bytes * opened // max(1, sum(open_bytes))
-                spec = replace(spec, cache_bytes=share, max_fetch_ratio=ratio)
-            warning = check_traffic(spec, order, nodes)
-            if warning is not None:
-                _log.warning("%s: %s", spec.name, warning)
-        return replace(settings, open_bytes=sum(open_bytes))
+        parts = self.footprints(settings)
+        for warning in check_traffic(parts, settings.budget_bytes, self.options.order.max_fetch_ratio):
+            _log.warning("%s", warning)
+        return replace(settings, open_bytes=sum(part.nodes[0].open_bytes for part in parts))
 
 
 def _check(options: SimpleNamespace) -> None:

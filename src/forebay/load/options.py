@@ -12,7 +12,7 @@ import numpy as np
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
 from forebay.load.packing import DocumentSubset
-from forebay.load.resources import MAX_RATIO
+from forebay.order.footprint import MAX_RATIO
 from forebay.order.step_index import check_integer
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from forebay.dataset.slices import locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.load.arguments import check_choice
-from forebay.load.growth import generations, owners_of
 from forebay.load.packing import DocumentSubset, count_sections, document_spans, section_tokens
 from forebay.order.bijection import derive_key, permute
+from forebay.order.growth import generations, owners_of
 from forebay.order.plan import samples_per_slice
 from forebay.storage.base import read_small
 from forebay.storage.origins import RemoteDataset
@@ -115,7 +115,7 @@ def plan_samples(
     offsets = np.zeros(len(counts), np.int64)
     counts = counts.copy()
     if split is not None:
-        for first, stop in generations(dataset):
+        for first, stop in generations(dataset.manifest.lineage, len(table)):
             counts[first:stop], offsets[first:stop] = _split(counts[first:stop], split, validation)
     if not counts.any():
         raise UsageError(
@@ -146,7 +146,7 @@ def owned_samples(
     names = list(map(str, range(world_size) if worker_names is None else worker_names))
     if len(names) != world_size:
         raise UsageError(f"worker_names: expected a name for each of {world_size} ranks, got {len(names)}.")
-    owners = owners_of(dataset, names, MAX_IMBALANCE)
+    owners = owners_of(dataset.table.sha256, dataset.manifest.lineage, names, MAX_IMBALANCE)
     owned = np.bincount(owners, weights=index.counts, minlength=world_size).astype(np.int64)
     if not owned.all():
         raise UsageError(

@@ -13,15 +13,13 @@ from forebay.errors import StateError, UsageError
 from forebay.load.samples import SampleIndex
 from forebay.order.run import Run
 
-STATE_VERSION = 5
+STATE_VERSION = 6
 
 
 def run_identity(
-    run: Run, datasets: Mapping[str, Dataset], indexes: Sequence[SampleIndex], seed: int, drop_last: bool
+    run: Run, datasets: Mapping[str, Dataset], indexes: Sequence[SampleIndex], seed: int
 ) -> dict[str, Any]:
     """What decides a run's samples at every step. Plain JSON values."""
-    orders = run.orders
-    first = orders[0]
     mixed = run.weights is not None
     ids = {name: dataset.id for name, dataset in datasets.items()}
     return {
@@ -31,10 +29,8 @@ def run_identity(
         "seq_len": indexes[0].seq_len,
         **indexes[0].describe(),
         **({"datasets": list(ids), "documents": [of.describe()["documents"] for of in indexes]} if mixed else {}),
-        "shuffle": first.shuffle,
-        "drop_last": drop_last,
-        "lanes": [order.num_lanes for order in orders] if mixed else first.num_lanes,
-        "window": [order.window_samples for order in orders] if mixed else first.window_samples,
+        **run.shape,
+        "growth": {},
     }
 
 
@@ -66,9 +62,8 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise StateError(f"loader state: expected {name} an integer from 0, got {number!r}.")
     step = int(state["step"])
-    same = {**identity, "growth": identity.get("growth"), "global_batch_size": _sizes(run, step)}
-    for name in sorted(same, key=("lanes", "window").__contains__):  # By default they follow from the batch size.
-        _check_same(name, same[name], state.get(name))
+    for name, value in {**identity, "global_batch_size": _sizes(run, step)}.items():
+        _check_same(name, value, state.get(name))
     if run.weights is not None and state.get("weights") != run.weights.digest(step):
         raise StateError(
             f"loader state: expected this mixture's weights until step {step}, got others. Resuming would change the "
@@ -97,6 +92,7 @@ def _check_same(name: str, expected: Any, actual: Any) -> None:
             "version": "Resume with the release of Forebay that wrote the state",
             "dataset_id": "Open the dataset that the state was taken of",
             "datasets": "Name the mixture's datasets in that order",
+            "order": "Leave lanes and window_bytes out",
         }.get(name, f"Open the loader with {name}={actual!r}")
         raise StateError(
             f"loader state: expected {name} {expected!r}, got {actual!r}. Resuming would change the order of the data. "

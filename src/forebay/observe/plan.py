@@ -1,20 +1,33 @@
 """Plan a run before it starts: bytes, disk, time and memory of a node, with refusals, warnings and advice.
 
-Reads only the sizes of slices. Disk figures follow from the shape of the order (`load/resources.py`); memory is a sum
+Reads only the sizes of slices. Disk figures follow from the shape of the order (`order/footprint.py`); memory is a sum
 of bounds. Times come from a model of one node and one link: chunks arrive at full bandwidth in the order of their use,
 which is even over an epoch. Latency and other traffic are not modelled.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from forebay.arrays import I64
+from forebay.dataset.chunks import chunk_size
 from forebay.errors import UsageError
 from forebay.fetch.feed import CacheSettings
-from forebay.load import resources
-from forebay.load.resources import RunSpec
-from forebay.order.plan import Order, part_of
+from forebay.order.footprint import (
+    MAX_RATIO,
+    Footprint,
+    NodeNeeds,
+    cache_shares,
+    check_traffic,
+    fetch_ratios,
+    first_demand,
+)
+from forebay.order.mixture import Weights
+from forebay.order.plan import Order, SampleSize, part_of
+from forebay.order.run import Run
+from forebay.order.step_index import BatchSizes
 from forebay.units import format_bytes, format_rate, format_seconds
 from forebay.worker.config import SIZES
 
@@ -32,21 +45,76 @@ _STALL_PART = 0.01  # Of an epoch; less is not reported.
 MIN_CACHE_PART = 50  # Of the dataset; what is proposed is no smaller part.
 
 
+@dataclass(frozen=True)
+class DatasetSpec:
+    """The sizes of a dataset, which need not exist yet."""
+
+    slice_bytes: I64  # int64 [S].
+    slice_samples: I64  # int64 [S].
+    chunk_bytes: int | None = None  # None: that of new datasets; 0: whole slices, as in format 1.
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run and its nodes. Bytes, seconds, bytes per second; None: not known."""
+
+    datasets: Sequence[DatasetSpec]
+    global_batch: int
+    seq_len: int | None = None  # None for rows.
+    weights: Weights | None = None  # Of a mixture. Figures are by the first of them.
+    world_size: int = 1
+    ranks_per_node: int = 1
+    seed: int = 0
+    epochs: int = 1
+    lanes: int | None = None  # None: the loader's default.
+    window: int | None = None  # In samples; as `lanes`.
+    cache_bytes: int | None = None  # Of a node's cache; None: what the plan proposes.
+    volume_bytes: int | None = None  # Of the cache's disk.
+    mem_bytes: int | None = None  # Of a node.
+    bandwidth: float | None = None
+    step_s: float | None = None  # A step of training, without waiting.
+    connections: int = 16
+    prefetch: int = 0
+    whole_in_memory: bool = False  # The cache is in memory (`cache="ram"`).
+    max_fetch_ratio: float = MAX_RATIO  # Limit of bytes fetched by all nodes in an epoch / the dataset's; or 0.
+    swarm: bool = False  # Nodes fetch from each other: what several nodes read is fetched once.
+
+    def run(self) -> Run:
+        """The run, by the loader's defaults."""
+        if not all(spec.slice_samples.any() for spec in self.datasets):
+            raise UsageError("plan: expected samples, got none. Ask for shorter samples (seq_len), or check the sizes.")
+        orders = []
+        for number, spec in enumerate(self.datasets):
+            chunk = chunk_size(int(spec.slice_bytes.max())) if spec.chunk_bytes is None else spec.chunk_bytes
+            size = SampleSize.of(spec.slice_bytes, spec.slice_samples, chunk)
+            seed, batch = self.seed + number, self.global_batch
+            orders.append(Order(spec.slice_samples, seed, batch, self.lanes, self.window, size=size))
+        return Run(orders, BatchSizes.of(self.global_batch), weights=self.weights)
+
+    def footprints(self, run: Run) -> list[Footprint]:
+        return [
+            Footprint(order, self.world_size, self.ranks_per_node, run.streams, self.swarm, spec.name)
+            for order, spec in zip(run.orders, self.datasets)
+        ]
+
+
 @dataclass
 class RunPlan:
-    """The figures of a run; `refused` has the reasons why it cannot run as requested. None: not known."""
+    """The figures of a run; `refused` has the reasons why it cannot run as requested. None: not known.
+
+    An epoch of a mixture lasts until the dataset of the largest weight is read once.
+    """
 
     job: RunSpec
-    nodes: list[resources.NodeNeeds] = field(repr=False)
-    lanes: int
-    window: int  # In samples of a lane.
+    parts: list[Footprint] = field(repr=False)  # Of each dataset.
+    passes: list[float]  # How often an epoch reads each dataset.
     steps_per_epoch: int
-    disk: resources.NodeNeeds  # Of the node that reads most.
-    least_bytes: int  # The smallest cache with which nothing but the edges of lanes is fetched twice.
+    disk: NodeNeeds  # Of the node that reads most.
     cache_bytes: int
-    peak_disk_bytes: int
     fetched_bytes: int  # By a node, in all epochs.
     fetch_ratio: float
+    fetch_ratios: list[float]  # Of each dataset.
     samples_of_rank: tuple[int, int]  # Of the rank with fewest and of that with most, in an epoch.
     rank_bytes: int  # That the latter reads in an epoch.
     first_batch_bytes: int
@@ -69,29 +137,53 @@ class RunPlan:
 
     @property
     def total_bytes(self) -> int:
-        return int(self.job.slice_bytes.sum())
+        return sum(int(spec.slice_bytes.sum()) for spec in self.job.datasets)
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest cache with which nothing but the edges of lanes is fetched twice."""
+        return min(self.disk.open_bytes, self.disk.epoch_bytes)
+
+    @property
+    def peak_disk_bytes(self) -> int:
+        return min(self.cache_bytes, self.total_bytes)
 
     @property
     def fits_memory(self) -> bool | None:
-        """Whether the whole dataset fits the memory of a node."""
+        """Whether all data fit the memory of a node."""
         memory = self.job.mem_bytes
         return None if memory is None else self.total_bytes + self.memory_bytes <= memory
 
+    def datasets(self) -> list[dict[str, Any]]:
+        """The figures of each dataset by name: plain values."""
+        return [
+            {
+                "name": spec.name,
+                "slices": len(spec.slice_bytes),
+                "bytes": int(spec.slice_bytes.sum()),
+                "samples": part.order.num_samples,
+                **part.order.shape,
+                "passes": passes,
+                "fetch_ratio": ratio,
+                **asdict(part.nodes[0]),
+            }
+            for spec, part, passes, ratio in zip(self.job.datasets, self.parts, self.passes, self.fetch_ratios)
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """Plain values: `ok`, the figures by name, `loader` (arguments to use), `refused`, `warnings`, `advice`."""
-        job, hidden = self.job, ("job", "nodes", "disk")
-        plain = {name: value for name, value in vars(self).items() if name not in hidden}
+        hidden, datasets = ("job", "parts", "disk"), self.datasets()
+        shape = self.parts[0].order.shape if len(datasets) == 1 else {}
         return {
             "ok": self.ok,
-            "name": job.name,
-            "slices": len(job.slice_bytes),
-            "bytes": self.total_bytes,
-            "samples": int(job.slice_samples.sum()),
-            "nodes": job.num_nodes,
-            **plain,
+            "name": ", ".join(of["name"] for of in datasets),
+            **{name: sum(of[name] for of in datasets) for name in ("slices", "bytes", "samples")},
+            "nodes": self.parts[0].num_nodes,
+            **{name: value for name, value in vars(self).items() if name not in hidden},
+            **{name: getattr(self, name) for name in ("least_bytes", "peak_disk_bytes", "fits_memory")},
             **asdict(self.disk),
-            "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes},
-            "fits_memory": self.fits_memory,
+            "datasets": datasets,
+            "loader": {**shape, "cache_bytes": self.cache_bytes},
         }
 
 
@@ -99,47 +191,62 @@ def make_plan(job: RunSpec) -> RunPlan:
     """The plan of a run: figures, refusals, warnings and advice. At most 2 s for 250 000 slices."""
     plan = _figures(job)
     _refuse(plan)
-    traffic = None
+    traffic = []
     if plan.ok:
-        chosen = replace(job, cache_bytes=plan.cache_bytes)
         try:
-            traffic = resources.check_traffic(chosen, chosen.order(), plan.nodes)
+            traffic = check_traffic(plan.parts, plan.cache_bytes, job.max_fetch_ratio)
         except UsageError as error:
             plan.refused.append(str(error))
     _warn(plan)
-    plan.warnings.extend([traffic] if traffic else [])
+    plan.warnings.extend(traffic)
     return plan
 
 
 def _figures(job: RunSpec) -> RunPlan:
-    order = job.order()
-    nodes = resources.needs_of_nodes(job, order)
-    disk, total_bytes = nodes[0], int(job.slice_bytes.sum())
-    proposed = min(max(disk.next_bytes, total_bytes // MIN_CACHE_PART), disk.epoch_bytes)
-    cache = job.cache_bytes
-    if cache is None:
-        cache = proposed if job.volume_bytes is None else min(proposed, job.volume_bytes)
-    per_epoch = max(resources.fetched_bytes(job, node, cache) for node in nodes)
+    run = job.run()
+    parts, num_samples = job.footprints(run), np.array([order.num_samples for order in run.orders])
+    quotas = np.array([1]) if job.weights is None else job.weights.quotas[0]
+    steps = run.steps_per_epoch
+    if job.weights is not None:
+        steps = -(-int(num_samples[quotas.argmax()] / (quotas.max() / quotas.sum())) // job.global_batch)
+    passes = [1.0] if job.weights is None else (steps * job.global_batch * quotas / quotas.sum() / num_samples).tolist()
+    nodes = [part.nodes[0] for part in parts]
+    disk = NodeNeeds(nodes[0].count, *(sum(of) for of in zip(*(astuple(node)[1:] for node in nodes))))
+    total_bytes = sum(int(spec.slice_bytes.sum()) for spec in job.datasets)
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
-    demand = np.minimum(resources.first_demand(job, order), total_bytes)
-    samples_of_rank = _samples_of_rank(job, order)
+    memory_bytes = job.ranks_per_node * (fixed_bytes + sample_bytes * batch_size)
+    cache = job.cache_bytes
+    if cache is None:
+        limits = [min(max(disk.next_bytes, total_bytes // MIN_CACHE_PART), disk.epoch_bytes), job.volume_bytes]
+        if job.whole_in_memory and job.mem_bytes is not None:
+            limits.append(max(0, job.mem_bytes - memory_bytes))
+        cache = min(limit for limit in limits if limit is not None)
+    fetched = [
+        max(part.fetched_bytes(node, share) for node in part.nodes)
+        for part, share in zip(parts, cache_shares(parts, cache))
+    ]
+    per_epoch, ratios = int(np.dot(passes, fetched)), fetch_ratios(parts, cache)
+    read_bytes = np.array(passes) * [part.num_bytes for part in parts]
+    demand = np.minimum(first_demand(run, job.ranks_per_node, job.world_size), total_bytes)
+    samples_of_rank = _samples_of_rank(
+        job, steps * job.global_batch if job.weights is not None else int(num_samples[0])
+    )
     plan = RunPlan(
-        job, nodes, order.num_lanes, order.window_samples, order.steps_per_epoch, disk,
-        least_bytes=min(disk.open_bytes, disk.epoch_bytes),
+        job, parts, passes, steps, disk,
         cache_bytes=cache,
-        peak_disk_bytes=min(cache, total_bytes),
         fetched_bytes=min(total_bytes, per_epoch * job.epochs) if cache >= total_bytes else per_epoch * job.epochs,
-        fetch_ratio=resources.fetch_ratio(job, nodes, cache),
+        fetch_ratio=float(np.dot(ratios, read_bytes) / read_bytes.sum()),
+        fetch_ratios=ratios,
         samples_of_rank=samples_of_rank,
-        rank_bytes=min(total_bytes, int(samples_of_rank[1] * job.size.sample_bytes)),
+        rank_bytes=int(samples_of_rank[1] * read_bytes.sum() / np.dot(passes, num_samples)),
         first_batch_bytes=int(demand[0]),
-        memory_bytes=job.ranks_per_node * (fixed_bytes + sample_bytes * batch_size),
+        memory_bytes=memory_bytes,
         largest_batch=None if job.mem_bytes is None
         else max(0, (job.mem_bytes // job.ranks_per_node - fixed_bytes) // sample_bytes),
     )  # fmt: skip
     if job.bandwidth is not None:
-        plan.slice_fetch_s = float(job.slice_bytes.mean()) / job.bandwidth
+        plan.slice_fetch_s = float(np.concatenate([spec.slice_bytes for spec in job.datasets]).mean()) / job.bandwidth
         plan.first_batch_s = _START_S + plan.first_batch_bytes / job.bandwidth
     if job.step_s is not None and plan.steps_per_epoch:
         train_s = plan.steps_per_epoch * job.step_s
@@ -162,34 +269,39 @@ def _figures(job: RunSpec) -> RunPlan:
 
 def _memory_bytes(job: RunSpec) -> tuple[int, int]:
     """Memory of a rank's process without batches, and of one sample in all batches that exist at once."""
-    fixed = _BASE_BYTES + _SLICE_BYTES * len(job.slice_bytes) + _CONNECTION_BYTES * job.connections
+    num_slices = sum(len(spec.slice_bytes) for spec in job.datasets)
+    fixed = _BASE_BYTES + _SLICE_BYTES * num_slices + _CONNECTION_BYTES * job.connections
     if job.seq_len is not None:
         sample = (job.seq_len + 1) * _TOKEN_BYTES
     else:
-        sample = -(-int(job.slice_bytes.sum()) // int(job.slice_samples.sum()))
+        sample = max(-(-int(spec.slice_bytes.sum()) // int(spec.slice_samples.sum())) for spec in job.datasets)
     return fixed, sample * (_BATCHES + job.prefetch)
 
 
-def _samples_of_rank(job: RunSpec, order: Order) -> tuple[int, int]:
+def _samples_of_rank(job: RunSpec, num_samples: int) -> tuple[int, int]:
     """The fewest and the most samples of a rank in an epoch."""
-    full, rest = divmod(order.num_samples, order.global_batch)
+    full, rest = divmod(num_samples, job.global_batch)
     shares = []
     for rank in range(job.world_size):
-        (low, high), (first, last) = (part_of(size, rank, job.world_size) for size in (order.global_batch, rest))
-        shares.append(full * (high - low) + (0 if order.drop_last else last - first))
+        (low, high), (first, last) = (part_of(size, rank, job.world_size) for size in (job.global_batch, rest))
+        shares.append(full * (high - low) + last - first)
     return min(shares), max(shares)
 
 
 def format_plan(plan: RunPlan) -> str:
     """The plan as text."""
     job, disk = plan.job, plan.disk
-    node = "node" if job.num_nodes == 1 else f"each of {job.num_nodes} nodes"
-    total, memory = map(format_bytes, (plan.total_bytes, plan.memory_bytes))
-    rows: list[tuple[str, str]] = [
-        ("dataset", f"{len(job.slice_bytes):,} slices, {total}, {int(job.slice_samples.sum()):,} samples"),
-        ("order", f"lanes={plan.lanes}, window={plan.window} samples"),
+    num_nodes, total, memory = plan.parts[0].num_nodes, *map(format_bytes, (plan.total_bytes, plan.memory_bytes))
+    node = "node" if num_nodes == 1 else f"each of {num_nodes} nodes"
+    rows: list[tuple[str, str]] = []
+    for of, part in zip(plan.datasets(), plan.parts):
+        text = f"{of['slices']:,} slices, {format_bytes(of['bytes'])}, {of['samples']:,} samples"
+        if job.weights is not None:
+            text += f", {of['passes']:.3g} times an epoch; fetched {of['fetch_ratio']:.2f} x"
+        rows += [(f"dataset {of['name']}" if job.weights else "dataset", text), ("order", str(part.order))]
+    rows += [
         ("steps", f"{plan.steps_per_epoch:,} of {job.global_batch} samples an epoch"),
-        (f"{node} reads", f"{disk.num_lanes:,} lanes, {format_bytes(disk.epoch_bytes)} an epoch"),
+        (f"{node} reads", f"{format_bytes(disk.epoch_bytes)} an epoch"),
         ("a rank reads", f"{format_bytes(plan.rank_bytes)} an epoch, {plan.samples_of_rank[1]:,} samples"),
         ("all nodes fetch", f"about {plan.fetch_ratio:.2f} x the dataset an epoch"),
         ("open at once", f"{format_bytes(disk.open_bytes)}; with the next windows {format_bytes(disk.next_bytes)}"),
@@ -254,7 +366,8 @@ def format_model(model: dict[str, Any]) -> str:
 
 def _refuse(plan: RunPlan) -> None:
     job, refused = plan.job, plan.refused
-    opens = f"{format_bytes(plan.disk.open_bytes)} are open at once: lanes={plan.lanes}, window={plan.window} samples"
+    shapes = "; ".join(str(part.order) for part in plan.parts)
+    opens = f"{format_bytes(plan.disk.open_bytes)} are open at once: {shapes}"
     for name, size in (("cache", job.cache_bytes), ("disk", job.volume_bytes)):
         if size is not None and size < plan.least_bytes:
             refused.append(
@@ -269,7 +382,7 @@ def _refuse(plan: RunPlan) -> None:
     memory = job.mem_bytes
     if job.whole_in_memory and memory is not None and plan.peak_disk_bytes + plan.memory_bytes > memory:
         refused.append(
-            f"cache_dir='ram': expected memory for the cache of {plan.peak_disk_bytes} bytes and the loader's "
+            f"cache='ram': expected memory for the cache of {plan.peak_disk_bytes} bytes and the loader's "
             f"{plan.memory_bytes}, got {memory} bytes. Keep the cache on a disk, or give it less."
         )
     if memory is not None and plan.largest_batch == 0:

@@ -1,7 +1,7 @@
 """A keyed bijection on [0, n), and the counter-based random generator that it uses; 64-bit integer arithmetic only.
 
 A generalised Feistel network over Z_a x Z_b, a = ceil(sqrt n), b = ceil(n / a), with cycle walking for the values of
-the grid that are >= n. tests/golden/order_v4.json fixes it. Cost: no memory per element, about 0.1 us an index. This is
+the grid that are >= n. tests/golden/order_v5.json fixes it. Cost: no memory per element, about 0.1 us an index. This is
 a shuffle and not a cipher. Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; Steele, Lea and
 Flood 2014, SplitMix64, with Stafford's mix 13.
 """

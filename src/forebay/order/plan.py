@@ -8,7 +8,9 @@ reached without replay. Cost: 16 bytes a slice for the current epoch and the nex
 1 024 samples.
 """
 
-import math
+import copy
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +25,6 @@ MAX_LANES = 4096
 MIN_LANES = 512  # More than a batch needs: a batch takes its samples from other lanes than the last one.
 # The windows of all lanes together: a cache of 2 % of the dataset, or 1 GiB, has room for them and for what comes next.
 WINDOWS_OF_DATASET, MAX_WINDOW_BYTES = 160, 256 << 20
-_GOLDEN_RATIO = (1 + 5**0.5) / 2
 _MIN_WINDOW_CHUNKS, _LANE_CHUNKS = 2, 4
 _MAX_SLICES_OF_EPOCHS = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 
@@ -47,6 +48,20 @@ class SampleSize:
     sample_bytes: float = 4096.0  # mean, as stored
     chunk_bytes: int = 1 << 16  # what is fetched and verified as a whole; of format 1 the largest slice
 
+    @classmethod
+    def of(cls, slice_bytes: I64, slice_samples: I64, chunk_bytes: int) -> "SampleSize":
+        """The sizes of a dataset's slices that have samples; `chunk_bytes` 0 for whole slices."""
+        used = slice_bytes[slice_samples > 0]
+        mean = float(used.sum()) / max(1, int(slice_samples.sum()))
+        return cls(mean, chunk_bytes or int(slice_bytes.max(initial=1)))
+
+
+def num_streams(batch: int, limit: int = MAX_LANES) -> int:
+    """A batch of up to `limit`, else its largest divisor in (limit / 2, limit], else `limit`."""
+    if batch <= limit:
+        return batch
+    return next((number for number in range(limit, limit // 2, -1) if batch % number == 0), limit)
+
 
 def default_lanes(global_batch: int, num_samples: int, size: SampleSize) -> int:
     """C, by default: a multiple of the batch, as many as have windows of four chunks, at most 512; the batch at least.
@@ -56,17 +71,12 @@ def default_lanes(global_batch: int, num_samples: int, size: SampleSize) -> int:
     """
     total_bytes = num_samples * size.sample_bytes
     if size.chunk_bytes > MAX_WINDOW_BYTES // MIN_LANES:
-        limit = max(1, min(MAX_LANES, int(total_bytes / (_LANE_CHUNKS * size.chunk_bytes))))
-    elif global_batch <= MAX_LANES:
-        windows = min(MAX_WINDOW_BYTES, total_bytes / WINDOWS_OF_DATASET)
-        fitting = min(MIN_LANES, int(windows / (_LANE_CHUNKS * size.chunk_bytes)))
-        return global_batch * max(1, fitting // global_batch)
-    else:
-        limit = MAX_LANES
-    if global_batch <= limit:
-        return global_batch
-    divisors = (lanes for lanes in range(limit, limit // 2, -1) if global_batch % lanes == 0)
-    return next(divisors, limit)
+        return num_streams(global_batch, max(1, min(MAX_LANES, int(total_bytes / (_LANE_CHUNKS * size.chunk_bytes)))))
+    if global_batch > MAX_LANES:
+        return num_streams(global_batch)
+    windows = min(MAX_WINDOW_BYTES, total_bytes / WINDOWS_OF_DATASET)
+    fitting = min(MIN_LANES, int(windows / (_LANE_CHUNKS * size.chunk_bytes)))
+    return global_batch * max(1, fitting // global_batch)
 
 
 def default_window(lanes: int, num_samples: int, size: SampleSize) -> int:
@@ -83,10 +93,23 @@ def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
     return rank * size // world_size, (rank + 1) * size // world_size
 
 
-def spread(lanes: I64, num_lanes: int) -> I64:
-    """See `Order.places_of`. Source: Weyl's equidistribution, here modulo the number of lanes."""
-    stride = next(i for i in range(int(num_lanes / _GOLDEN_RATIO), num_lanes + 1) if math.gcd(i, num_lanes) == 1)
-    return (lanes * stride % num_lanes << 16) // num_lanes
+def batch_parts(first: int, size: int, num_steps: int, cycle: int, rank: int, world_size: int) -> I64:
+    """The positions of a rank's parts of batches of one size, one after another: int64 [num_steps, samples].
+
+    The first batch has the positions [first, first + size). Batches are put in order of position modulo `cycle`, then
+    divided. If `cycle` divides the size, all batches have one pattern, which is computed once.
+    """
+    low, high = part_of(size, rank, world_size)
+    firsts = first + size * np.arange(num_steps, dtype=np.int64)
+    phases, which = np.array([first % cycle]), np.zeros(1, np.int64)
+    if num_steps > 1 and size % cycle:
+        phases, which = np.unique(firsts % cycle, return_inverse=True)
+    patterns = np.empty((len(phases), high - low), np.int64)
+    dtype = np.uint16 if cycle <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
+    for i, phase in enumerate(phases.tolist()):
+        residues = np.arange(phase, phase + size) % cycle
+        patterns[i] = np.argsort(residues.astype(dtype), kind="stable")[low:high]
+    return firsts[:, None] + patterns[which]
 
 
 def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start: int, stop: int) -> I64:
@@ -114,11 +137,13 @@ class Order:
         shuffle: False reads the samples in the dataset's order, through the same methods.
         drop_last: Leave out the short batch that ends an epoch.
         size: For the defaults.
+        window_bytes: In place of `window`.
     """
 
     def __init__(
         self, samples_per_slice: I64, seed: int, global_batch: int, lanes: int | None = None, window: int | None = None,
         shuffle: bool = True, drop_last: bool = False, size: SampleSize | None = None,
+        window_bytes: int | None = None,
     ) -> None:  # fmt: skip
         counts = np.array(samples_per_slice, dtype=np.int64)
         if counts.ndim != 1 or (len(counts) and int(counts.min()) < 0):
@@ -135,7 +160,11 @@ class Order:
         self.num_samples = int(self._stops[-1]) if len(counts) else 0
         size, num_samples = size or SampleSize(), self.num_samples
         self.num_lanes = default_lanes(int(global_batch), num_samples, size) if lanes is None else int(lanes)
+        if window is None and window_bytes is not None:
+            window = max(1, round(window_bytes / size.sample_bytes))
         self.window_samples = default_window(self.num_lanes, num_samples, size) if window is None else int(window)
+        self.is_fixed = lanes is not None or window is not None
+        self.size, self._earlier = size, list[tuple[int, Order]]()
         self._used = used if len(used) < len(counts) else None  # None: every slice has samples.
         self._epochs: dict[int, Epoch] = {}
 
@@ -146,54 +175,12 @@ class Order:
             return self.num_samples // self.global_batch
         return -(-self.num_samples // self.global_batch)
 
-    def share(self, epoch: int, step: int, rank: int, world_size: int) -> I64:
-        """A rank's part of the global batch: int64 global sample ids.
-
-        Shares of a step differ by at most one in length (they may be empty where the batch is shorter than the
-        world size); concatenated by rank they are the global batch, whatever the world size.
-        """
-        return self.sample_ids_at(epoch, self.positions(step, rank, world_size))
-
-    def positions(self, step: int, rank: int, world_size: int) -> I64:
-        """The positions in the epoch, int64, that a rank takes at a step: sorted by lane, then by position."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise UsageError(f"step: expected 0 <= step < {self.steps_per_epoch} (steps of an epoch), got {step}.")
-        first = step * self.global_batch
-        size = min(self.global_batch, self.num_samples - first)  # The epoch's last may be short.
-        return self.shares_of(first, size, 1, rank, world_size).reshape(-1)
-
-    def shares_of(self, first: int, size: int, num_steps: int, rank: int, world_size: int) -> I64:
-        """The positions of a rank's parts of batches of one size, one after another: int64 [num_steps, samples].
-
-        The first batch has the positions [first, first + size); each part is sorted by lane.
-        If the number of lanes divides the batch, all batches have one pattern, which is computed once.
-        """
-        low, high = part_of(size, rank, world_size)
-        firsts = first + size * np.arange(num_steps, dtype=np.int64)
-        if not self.shuffle:
-            return firsts[:, None] + np.arange(low, high, dtype=np.int64)
-        phases, which = np.array([first % self.num_lanes]), np.zeros(1, np.int64)
-        if num_steps > 1 and size % self.num_lanes:
-            phases, which = np.unique(firsts % self.num_lanes, return_inverse=True)
-        patterns = np.empty((len(phases), high - low), np.int64)
-        dtype = np.uint16 if self.num_lanes <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
-        for i, phase in enumerate(phases.tolist()):
-            lanes = np.arange(phase, phase + size) % self.num_lanes
-            patterns[i] = np.argsort(lanes.astype(dtype), kind="stable")[low:high]
-        return firsts[:, None] + patterns[which]
-
-    def sample_ids_at(self, epoch: int, positions: I64) -> I64:
-        """The global sample ids, int64 [K], at positions of an epoch, int64 [K], each in [0, num_samples)."""
-        if not self.shuffle:
-            return positions
-        return self.sample_ids_of(*self.samples_at(epoch, positions))
-
     def sample_ids_of(self, slices: I64, samples: I64) -> I64:
         """Global sample ids, int64 [K], of samples of slices; the inverse of `locate`."""
         return self._stops[slices] - self.samples_per_slice[slices] + samples
 
     def samples_at(self, epoch: int, positions: I64) -> tuple[I64, I64]:
-        """`sample_ids_at` as (slice index, sample within the slice), both int64 [K]. Fastest for neighbours."""
+        """(slice index, sample within the slice) at positions of an epoch, all int64 [K]. Fastest for neighbours."""
         return self.epoch_at(epoch).read(positions) if self.shuffle else self.locate(positions)
 
     def locate(self, sample_ids: I64) -> tuple[I64, I64]:
@@ -201,23 +188,74 @@ class Order:
         slices = np.searchsorted(self._stops, sample_ids, side="right")
         return slices, sample_ids - (self._stops[slices] - self.samples_per_slice[slices])
 
+    @property
+    def cycle(self) -> int:
+        """Positions of an epoch that are equal modulo this are neighbours: of one lane."""
+        return self.num_lanes if self.shuffle else 1
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """What decides the order beside the samples, the seed and `shuffle`. Plain JSON values; part of a state."""
+        return {"lanes": self.num_lanes, "window": self.window_samples}
+
+    def __str__(self) -> str:
+        return f"lanes={self.num_lanes}, window={self.window_samples} samples" if self.shuffle else "as in the dataset"
+
+    def reshaped(self, lanes: int | None, window: int | None, num_slices: int | None = None) -> "Order":
+        """The order of the same samples, or those of the first slices, with other lanes and window."""
+        return Order(
+            self.samples_per_slice[:num_slices], self.seed, self.global_batch, lanes, window, self.shuffle,
+            self.drop_last, self.size,
+        )  # fmt: skip
+
+    def after(self, earlier: Sequence[tuple[int, "Order"]]) -> "Order":
+        """This order from an epoch on. Epochs before are of `earlier`: (the epoch at which one ends, it), rising."""
+        order = copy.copy(self)
+        order._earlier = list(earlier)
+        return order
+
+    @property
+    def phases(self) -> list[tuple[int, "Order"]]:
+        """(first epoch, its order) of each dataset of which the order is, smaller ones first; see `after`."""
+        stops = [0, *(stop for stop, _ in self._earlier)]
+        return list(zip(stops, [*(order for _, order in self._earlier), self]))
+
+    def epoch_order(self, epoch: int) -> "Order":
+        """The order of an epoch: of this dataset, or of a smaller one from which it grew."""
+        return next((order for stop, order in self._earlier if epoch < stop), self)
+
     def passes(self, positions: I64) -> tuple[I64, I64]:
         """Positions in the samples of all epochs, one epoch after another, to (epoch, position in it)."""
-        return np.divmod(positions, self.num_samples)
+        epochs, within = np.divmod(positions, max(1, self.epoch_order(0).num_samples))
+        for epoch, order in self.phases[1:]:
+            later = np.flatnonzero(positions >= self.position(epoch))
+            of_phase = np.divmod(positions[later] - self.position(epoch), max(1, order.num_samples))
+            epochs[later], within[later] = of_phase[0] + epoch, of_phase[1]
+        return epochs, within
 
-    def places_of(self, positions: I64) -> I64:
-        """Where the lanes of such positions lie, in 1/65 536 of all lanes; 0 without shuffling.
+    def position(self, epoch: int) -> int:
+        """The inverse of `passes` for the start of an epoch."""
+        bounds = [*(first for first, _ in self.phases if first < epoch), epoch]
+        return sum((stop - first) * self.epoch_order(first).num_samples for first, stop in itertools.pairwise(bounds))
 
-        Consecutive lanes lie apart by the golden ratio of all, so any run of them is spread evenly over [0, 65 536).
-        """
+    def positions_near(self, epoch: int, slices: I64, samples: I64) -> I64:
+        """About where samples are in an epoch, int64 [K]: a window off at most."""
         if not self.shuffle:
-            return np.zeros(len(positions), np.int64)
-        return spread(self.passes(positions)[1] % self.num_lanes, self.num_lanes)
+            return self.sample_ids_of(slices, samples)
+        return self.epoch_at(epoch).positions_near(slices, samples)
+
+    def window_stops(self, epoch: int, slices: I64, samples: I64) -> I64:
+        """The position in an epoch after the last sample of each sample's window, int64 [K]."""
+        if not self.shuffle:
+            return self.sample_ids_of(slices, samples) + 1
+        return self.epoch_at(epoch).window_stops(slices, samples)
 
     def epoch_at(self, epoch: int) -> Epoch:
         """The tables of an epoch, shared by all readers; only for shuffled orders."""
         if epoch < 0:
             raise UsageError(f"epoch: expected an integer from 0, got {epoch}.")
+        if (order := self.epoch_order(epoch)) is not self:
+            return order.epoch_at(epoch)
         tables = self._epochs.get(epoch)
         if tables is None:
             slices = self._slices_at(epoch)

@@ -6,21 +6,21 @@ used up. Hash sharding: `assign_owners` and `OwnedRun`.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from forebay.arrays import I64, U8, U16, U64
+from forebay.arrays import I64, U8, U64
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, random_words
 from forebay.order.mixture import MixtureOrder, Weights
-from forebay.order.plan import Order, part_of
+from forebay.order.plan import MAX_LANES, Order, batch_parts, num_streams, part_of
 from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex, check_range
 
 NEVER = 1 << 62
 _SCORES = 1 << 20  # Scores at once: 8 MiB.
-_BLOCK = 1 << 16  # Samples of a mixture's global batches looked at in one go: 512 KiB an array.
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,46 @@ class Run:
 
     `orders` are made with the largest batch size as global batch. `weights` of the datasets are None for a single one
     in epochs. `epochs` and `num_steps` limit the run; None for no limit. A mixture ends by num_steps alone. With
-    `drop_last` the short last batch of each epoch is left out.
+    `drop_last` the short last batch of each epoch is left out. `streams` of a mixture, G, follow from the largest batch
+    by default.
     """
 
     def __init__(
         self, orders: Sequence[Order], batches: BatchSizes, *, weights: Weights | None = None, epochs: int | None = 1,
-        num_steps: int | None = None, drop_last: bool = False,
+        num_steps: int | None = None, drop_last: bool = False, streams: int | None = None,
     ) -> None:  # fmt: skip
         self.orders = tuple(orders)
         self.batches = batches
         self.weights = weights
+        self.drop_last, self.limits = drop_last, dict[str, Any](epochs=epochs, num_steps=num_steps)
         if len(self.orders) != (1 if weights is None else weights.num_sources):
             actual = "no weights" if weights is None else f"weights of {weights.num_sources}"
             raise UsageError(f"run: expected weights for each of {len(self.orders)} datasets, got {actual}.")
-        self._num_slices = np.array([len(order.samples_per_slice) for order in self.orders], np.int64)
-        self._num_samples = np.array([order.num_samples for order in self.orders], np.int64)
-        num_samples = self.orders[0].num_samples if weights is None else None
-        self._step_index = StepIndex(batches, num_samples, epochs=epochs, num_steps=num_steps, drop_last=drop_last)
+        self.streams = None if weights is None else streams or num_streams(batches.largest)
+        self._step_index = StepIndex(**self._steps(), **self.limits, drop_last=drop_last)
         # The dataset of each sample of the run; None for a single dataset.
         self.mixture = None if weights is None else self._mix(weights)
+
+    def _steps(self) -> dict[str, Any]:
+        """The batches and the samples of epochs, for `StepIndex`."""
+        sizes = [] if self.weights is not None else [(first, of.num_samples) for first, of in self.orders[0].phases]
+        return {"batches": self.batches, "num_samples": sizes}
+
+    def of(self, orders: Sequence[Order], streams: int | None = None) -> "Run":
+        """The same run with other orders of its datasets."""
+        return Run(
+            orders, self.batches, weights=self.weights, drop_last=self.drop_last, streams=streams, **self.limits
+        )  # fmt: skip
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What decides a step's samples, beside datasets, seed, batches and weights. Plain JSON values."""
+        return {
+            "shuffle": self.orders[0].shuffle,
+            "drop_last": self.drop_last,
+            "streams": self.streams,
+            "order": [order.shape for order in self.orders],
+        }
 
     @property
     def num_steps(self) -> int | None:
@@ -75,12 +96,13 @@ class Run:
     def epoch_stop(self, step: int) -> int | None:
         return self._step_index.epoch_stop(step)
 
-    def of(self, order: Order, first_step: int, *, epochs: int | None = None, num_steps: int | None = None) -> "Run":
-        """The run of another order of the dataset; its step 0 is `first_step` of this one, at the start of an epoch."""
-        started = [change for change in self.batches.changes if change[0] <= first_step][-1]
-        later = [(first - first_step, size) for first, size in self.batches.changes if first > first_step]
-        sizes = BatchSizes(((0, started[1]), *later))
-        return Run([order], sizes, epochs=epochs, num_steps=num_steps, drop_last=order.drop_last)
+    def unread_epochs(self, step: int) -> list[int]:
+        """The first epoch of each dataset of which nothing is read before a run step."""
+        before = self.progress(step)
+        if self.mixture is None:
+            return [before.epoch + (before.step_in_epoch > 0)]
+        reached = self.mixture.reached(before.samples_taken)
+        return [int(of.passes(n - 1)[0][0]) + 1 for of, n in zip(self.orders, np.split(reached, len(reached)))]
 
     def epoch_of(self, step: int, source: int) -> tuple[int | None, int | None]:
         """The epoch of a dataset at a run step, and the step at which that epoch ends; None where unknown.
@@ -92,8 +114,8 @@ class Run:
         if self.mixture is None:
             return self.progress(step).epoch, self.epoch_stop(step)
         taken = self.progress(step).samples_taken
-        sources, positions = self.mixture.locate(taken, taken + int(self.batch_lens(step, step + 1)[0]))
-        epochs = np.unique(self.orders[source].passes(positions[sources == source])[0])
+        sources, own = self.mixture.locate(np.arange(taken, taken + int(self.batch_lens(step, step + 1)[0])))
+        epochs = np.unique(self.orders[source].passes(own[sources == source])[0])
         return (int(epochs[0]) if len(epochs) == 1 else None), None
 
     def next_steps(self, step: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64 | None:
@@ -106,50 +128,38 @@ class Run:
             return None
         if self.num_steps is not None and end >= self.num_steps:
             return np.full(len(slices), NEVER)
-        return self._next_steps(end, slices, samples, ranks, world_size)
+        epoch = self.progress(end).epoch
+        order = self.orders[0].epoch_order(epoch)
+        return self._next_steps(end, order, order.positions_near(epoch, slices, samples), ranks, world_size)
 
     def window_ends(self, step: int, source: int, slices: I64, samples: I64) -> I64:
         """About the first step at which the windows of samples are read to their ends, int64 [K].
 
         The samples of dataset `source` are some that run step `step` reads, or a step after it in the same epoch.
         """
-        order, epoch, taken, size = self._position_at(step, source)
-        if not order.shuffle:
-            stops = order.sample_ids_of(slices, samples) + 1
-        else:
-            stops = order.epoch_at(epoch).window_stops(slices, samples)
-        return step - np.minimum(0, taken - stops) // size
+        last = self._positions_of(step, source, lambda order, epoch: order.window_stops(epoch, slices, samples) - 1)
+        return step - np.minimum(0, self.progress(step).samples_taken - last - 1) // self._mean_size(step)
 
     def read_steps(self, step: int, source: int, slices: I64, samples: I64) -> I64:
         """About the steps at which samples are read in the epoch of a run step, int64 [K]; a window off at most."""
-        order, epoch, taken, size = self._position_at(step, source)
-        if not order.shuffle:
-            positions = order.sample_ids_of(slices, samples)
-        else:
-            positions = order.epoch_at(epoch).positions_near(slices, samples)
-        return step + (positions - taken) // size
+        positions = self._positions_of(step, source, lambda order, epoch: order.positions_near(epoch, slices, samples))
+        return step + (positions - self.progress(step).samples_taken) // self._mean_size(step)
 
-    def _position_at(self, step: int, source: int) -> tuple[Order, int, int, int]:
-        """(order, epoch, position in it, samples of a step) of a dataset at a run step."""
-        order, progress = self.orders[source], self.progress(step)
-        taken, size = progress.samples_taken, int(self.batch_lens(step, step + 1)[0])
+    def _positions_of(self, step: int, source: int, locate: Callable[[Order, int], I64]) -> I64:
+        """The positions in the run, or the epoch, that a dataset's order has in the epoch of a run step."""
+        before, order = self.progress(step), self.orders[source]
         if self.mixture is None:
-            return order, progress.epoch, taken, size
-        sources, positions = self.mixture.locate(taken, taken + size)
-        positions = positions[sources == source]
-        if not len(positions):
-            return order, 0, NEVER, 1
-        epochs, within = order.passes(positions[:1])
-        return order, int(epochs[0]), int(within[0]), len(positions)
+            return locate(order, before.epoch)
+        epoch = int(order.passes(np.array([self.mixture.next_own(source, before.samples_taken)]))[0][0])
+        return self.mixture.positions(source, order.position(epoch) + locate(order, epoch))
 
-    def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
-        order, size = self.orders[0], int(self.batch_lens(end, end + 1)[0])
-        epoch = self.progress(end).epoch
-        if not order.shuffle:
-            return end + order.sample_ids_of(slices, samples) // size
-        positions = order.epoch_at(epoch).positions_near(slices, samples)
+    def _mean_size(self, step: int) -> int:
+        return int(self.batch_lens(step, step + 1)[0])
+
+    def _next_steps(self, end: int, order: Order, positions: I64, ranks: tuple[int, int], world_size: int) -> I64:
+        size = self._mean_size(end)
         steps: I64 = end + positions // size
-        if order.num_lanes % size == 0 and ranks != (0, world_size):
+        if order.shuffle and order.num_lanes % size == 0 and ranks != (0, world_size):
             slots = positions % size
             rank = ((slots + 1) * world_size - 1) // size
             steps = np.where((rank >= ranks[0]) & (rank < ranks[1]), steps, NEVER)
@@ -159,100 +169,78 @@ class Run:
         parts: list[I64] = [np.empty((3, 0), np.int64)]
         for segment in self._segments(start, stop):
             turn = np.arange(segment.num_steps, dtype=np.int64)
-            before = segment.before
-            epochs = np.full_like(turn, before.epoch)
-            parts.append(np.stack([epochs, before.step_in_epoch + turn, before.samples_taken + segment.size * turn]))
+            epochs = np.full_like(turn, segment.before.epoch)
+            parts.append(np.stack([epochs, segment.before.step_in_epoch + turn, self._taken(segment)[:-1]]))
         epochs, steps, taken = np.concatenate(parts, axis=1)
         return epochs, steps, taken
 
     def batch_lens(self, start: int, stop: int) -> I64:
-        return _joined([np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)])
+        lengths = [np.diff(self._all_taken(segment), axis=0).sum(axis=1) for segment in self._segments(start, stop)]
+        return np.concatenate([np.empty(0, np.int64), *lengths])
 
     def steps(self, start: int, stop: int, rank: int, world_size: int) -> Steps:
         """A rank's samples of run steps [start, stop). Cheapest for some thousand samples at once.
 
         Concatenated by rank, the parts of a step are its global batch, which does not depend on the world size.
         """
-        segments = self._segments(start, stop)
-        lengths = [np.zeros(1, np.int64)]
-        for segment in segments:
-            low, high = part_of(segment.size, rank, world_size)
-            lengths.append(np.full(segment.num_steps, high - low, np.int64))
-        bounds = np.cumsum(np.concatenate(lengths))
-        read = self._single if self.mixture is None else self._mixed
-        sources, slices, samples = read(segments, rank, world_size)
-        return Steps(start, bounds, sources, slices, samples)
+        part_of(0, rank, world_size)
+        lengths, read = [np.zeros(1, np.int64)], [np.empty((3, 0), np.int64)]
+        for segment in self._segments(start, stop):
+            counts, positions = self._positions(segment, rank, world_size)
+            lengths.append(counts)
+            read.append(np.stack(self._read(segment.before.epoch, positions)))
+        return Steps(start, np.cumsum(np.concatenate(lengths)), *np.concatenate(read, axis=1))
 
-    def uses(self, start: int, stop: int, rank: int, world_size: int) -> tuple[I64, I64, I64]:
-        """Distinct (steps, sources, slices) that a rank reads in [start, stop), int64 [K], in order of first use."""
-        read = self.steps(start, stop, rank, world_size)
-        steps = np.repeat(np.arange(stop - start, dtype=np.int64), np.diff(read.bounds))
-        bases = np.cumsum(self._num_slices) - self._num_slices
-        use = steps * self._num_slices.sum() + bases[read.sources] + read.slices
-        fresh = np.flatnonzero(np.diff(use, prepend=-1))  # Neighbours in a batch are mostly of one lane and slice.
-        first = np.zeros(len(fresh), bool)
-        first[np.unique(use[fresh], return_index=True)[1]] = True
-        rows = fresh[first]
-        return steps.take(rows) + start, read.sources.take(rows), read.slices.take(rows)
+    def _taken(self, segment: Segment) -> I64:
+        """The samples of the epoch before each step of a segment and after the last, [n + 1]."""
+        return segment.before.samples_taken + segment.size * np.arange(segment.num_steps + 1, dtype=np.int64)
+
+    def _all_taken(self, segment: Segment) -> I64:
+        """`_taken`, [n + 1, 1]; where ranks differ, of each, [n + 1, W]."""
+        return self._taken(segment)[:, None]
+
+    def _positions(self, segment: Segment, rank: int, world_size: int) -> tuple[I64, I64]:
+        """How many samples a rank takes at each step of a segment, [n], and their positions, [K]."""
+        before, size = segment.before, segment.size
+        cycle = self.streams or self.orders[0].epoch_order(before.epoch).cycle
+        positions = batch_parts(before.samples_taken, size, segment.num_steps, cycle, rank, world_size)
+        return np.full(segment.num_steps, positions.shape[1]), positions.reshape(-1)
 
     def _segments(self, start: int, stop: int) -> list[Segment]:
         check_range(start, stop, self.num_steps)
         return list(self._step_index.segments(start, stop))
 
-    def _single(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
-        order, slices, samples = self.orders[0], [], []
-        for segment in segments:
-            before = segment.before
-            positions = order.shares_of(before.samples_taken, segment.size, segment.num_steps, rank, world_size)
-            of_segment = order.samples_at(before.epoch, positions.reshape(-1))
-            slices.append(of_segment[0])
-            samples.append(of_segment[1])
-        all_slices = _joined(slices)
-        return np.zeros_like(all_slices), all_slices, _joined(samples)
-
-    def _mixed(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
-        assert self.mixture is not None
-        all_sources, all_positions = [], []
-        for segment in segments:
-            size, per_block = segment.size, max(1, _BLOCK // segment.size)
-            low, high = part_of(size, rank, world_size)
-            for step in range(0, segment.num_steps, per_block):
-                count = min(per_block, segment.num_steps - step)
-                taken = segment.before.samples_taken + step * size
-                of_batches, positions = self.mixture.locate(taken, taken + count * size)
-                turn = np.argsort(self.keys_in_batch(of_batches, positions).reshape(count, size), axis=1, kind="stable")
-                chosen = (turn[:, low:high] + size * np.arange(count, dtype=np.int64)[:, None]).reshape(-1)
-                all_sources.append(of_batches[chosen])
-                all_positions.append(positions[chosen])
-        sources, positions = _joined(all_sources), _joined(all_positions)
+    def _read(self, epoch: int, positions: I64) -> tuple[I64, I64, I64]:
+        """(sources, slices, samples) at positions of an epoch."""
+        if self.mixture is None:
+            return np.zeros_like(positions), *self.orders[0].samples_at(epoch, positions)
+        sources, own = self.mixture.locate(positions)
         slices, samples = np.empty_like(sources), np.empty_like(sources)
         for source, order in enumerate(self.orders):
             mine = np.flatnonzero(sources == source)
             if not len(mine):
                 continue
-            epochs, within = order.passes(positions[mine])
+            epochs, within = order.passes(own[mine])
             for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
                 of_epoch = np.flatnonzero(epochs == epoch)
                 slices[mine[of_epoch]], samples[mine[of_epoch]] = order.samples_at(epoch, within[of_epoch])
         return sources, slices, samples
 
-    def keys_in_batch(self, sources: I64, positions: I64) -> U16:
-        """What a mixture's batches are sorted by: of any number of ranks, each reads few lanes beside its own."""
-        keys = np.empty(len(sources), np.uint16)  # 16 bits are sorted by radix.
-        for source, order in enumerate(self.orders):
-            mine = np.flatnonzero(sources == source)
-            keys[mine] = order.places_of(positions[mine])
-        return keys
-
     def _mix(self, weights: Weights) -> MixtureOrder:
         for (step, _), quotas in zip(weights.changes, weights.quotas):
-            for source in np.flatnonzero((quotas > 0) & (self._num_samples == 0)).tolist():
-                raise UsageError(
-                    f"run: expected samples in dataset {source}, which has a weight at step {step}, got none."
-                )
-        last = self.num_steps
+            for source, order in enumerate(self.orders):
+                if quotas[source] and not order.num_samples:
+                    raise UsageError(
+                        f"run: expected samples in dataset {source}, which has a weight at step {step}, got none."
+                    )
+        last, streams = self.num_steps, self.streams or 0
+        if not 1 <= streams <= MAX_LANES:
+            raise UsageError(f"streams of a mixture: expected 1 to {MAX_LANES}, got {streams}.")
         reached = [step for step, _ in weights.changes if last is None or step < last]
-        return MixtureOrder(weights.quotas[: len(reached)], [self.progress(step).samples_taken for step in reached])
+        starts = [self.progress(step).samples_taken for step in reached]
+        # Where a dataset grew, its samples are divided among the streams as they were at first.
+        cycles = [order.epoch_order(0).cycle for order in self.orders]
+        return MixtureOrder(weights.quotas[: len(reached)], starts, streams, cycles)
 
 
 class OwnedRun(Run):
@@ -270,81 +258,58 @@ class OwnedRun(Run):
         self, order: Order, batch_size: int, owners: I64, counts: I64, *, epochs: int | None,
         num_steps: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__([order], BatchSizes.of(batch_size), epochs=epochs)
         self._owners, self._counts = owners, counts
-        num_slices = len(order.samples_per_slice)
-        self._of_ranks = np.bincount(owners[:num_slices], weights=counts[:num_slices]).astype(np.int64)
-        self._per_epoch = -(-int(self._of_ranks.max()) // batch_size)
-        limits = [limit for limit in (None if epochs is None else epochs * self._per_epoch, num_steps) if limit]
-        self._end = min(limits) if limits else None
+        super().__init__([order], BatchSizes.of(batch_size), epochs=epochs, num_steps=num_steps)
 
-    def of(self, order: Order, first_step: int, *, epochs: int | None = None, num_steps: int | None = None) -> Run:
-        """See `Run.of`; also of the first slices alone."""
-        size = self.batches.largest
-        return OwnedRun(order, size, self._owners, self._counts, epochs=epochs, num_steps=num_steps)
+    def of(self, orders: Sequence[Order], streams: int | None = None) -> Run:
+        return OwnedRun(orders[0], self.batches.largest, self._owners, self._counts, **self.limits)
 
-    @property
-    def num_steps(self) -> int | None:
-        """Run steps in all, the same for every rank. None: no end."""
-        return self._end
+    def _steps(self) -> dict[str, Any]:
+        """See `Run._steps`; each step of an epoch counts as one sample."""
+        self._tables = []  # Of each dataset by which the order grew: first epoch, order, samples of ranks, S.
+        for first, order in self.orders[0].phases:
+            stop = len(order.samples_per_slice)
+            of_ranks = np.bincount(self._owners[:stop], weights=self._counts[:stop]).astype(np.int64)
+            self._tables.append((first, order, of_ranks, -(-int(of_ranks.max()) // self.batches.largest)))
+        return {"batches": BatchSizes.of(1), "num_samples": [(first, num) for first, _, _, num in self._tables]}
+
+    def _epoch(self, epoch: int) -> tuple[Order, I64, int]:
+        """The order of an epoch, the samples of each rank, int64 [W], and S."""
+        return next(table[1:] for table in reversed(self._tables) if table[0] <= epoch)
 
     @property
     def steps_per_epoch(self) -> int:
         """The same for every rank."""
-        return self._per_epoch
+        return self._epoch(NEVER)[2]
 
     def progress(self, step: int) -> RunProgress:
-        check_range(step, step, self._end)
-        epoch, within = divmod(step, self._per_epoch)
-        return RunProgress(epoch, within, within * self.orders[0].num_samples // self._per_epoch)
+        before = super().progress(step)
+        order, _, num_steps = self._epoch(before.epoch)
+        return replace(before, samples_taken=before.step_in_epoch * order.num_samples // num_steps)
 
-    def epoch_stop(self, step: int) -> int | None:
-        stop = (step // self._per_epoch + 1) * self._per_epoch
-        return stop if self._end is None else min(stop, self._end)
+    def _mean_size(self, step: int) -> int:
+        order, _, num_steps = self._epoch(self.progress(step).epoch)
+        return max(1, order.num_samples // num_steps)
 
-    def _position_at(self, step: int, source: int) -> tuple[Order, int, int, int]:
-        order, before = self.orders[0], self.progress(step)
-        return order, before.epoch, before.samples_taken, max(1, order.num_samples // self._per_epoch)
+    def _next_steps(self, end: int, order: Order, positions: I64, ranks: tuple[int, int], world_size: int) -> I64:
+        return end + positions * self._epoch(self.progress(end).epoch)[2] // max(1, order.num_samples)
 
-    def _next_steps(self, end: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int) -> I64:
-        order = self.orders[0]
-        if not order.shuffle:
-            positions = order.sample_ids_of(slices, samples)
-        else:
-            positions = order.epoch_at(end // self._per_epoch).positions_near(slices, samples)
-        return end + positions * self._per_epoch // max(1, order.num_samples)
+    def _taken(self, segment: Segment) -> I64:
+        order, _, num_steps = self._epoch(segment.before.epoch)
+        return _edges(segment) * order.num_samples // num_steps
 
-    def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        check_range(start, stop, self._end)
-        epochs, within = np.divmod(np.arange(start, stop, dtype=np.int64), self._per_epoch)
-        return epochs, within, within * self.orders[0].num_samples // self._per_epoch
+    def _all_taken(self, segment: Segment) -> I64:
+        _, of_ranks, num_steps = self._epoch(segment.before.epoch)
+        return _edges(segment)[:, None] * of_ranks // num_steps
 
-    def batch_lens(self, start: int, stop: int) -> I64:
-        check_range(start, stop, self._end)
-        within = np.arange(start, stop, dtype=np.int64)[:, None] % self._per_epoch
-        taken = (within + 1) * self._of_ranks // self._per_epoch - within * self._of_ranks // self._per_epoch
-        total: I64 = taken.sum(axis=1, dtype=np.int64)
-        return total
-
-    def steps(self, start: int, stop: int, rank: int, world_size: int) -> Steps:
-        """This rank's samples of run steps [start, stop)."""
-        check_range(start, stop, self._end)
-        order, num_samples = self.orders[0], self.orders[0].num_samples
-        edges = np.arange(start, stop + 1, dtype=np.int64)
-        epochs, within = np.divmod(edges, self._per_epoch)
-        taken = epochs * num_samples + within * num_samples // self._per_epoch
-        slices, samples = np.empty((2, int(taken[-1] - taken[0])), np.int64)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            low, high = np.clip(taken[[0, -1]] - epoch * num_samples, 0, num_samples).tolist()
-            into = slice(epoch * num_samples + low - int(taken[0]), epoch * num_samples + high - int(taken[0]))
-            slices[into], samples[into] = order.samples_at(epoch, np.arange(low, high, dtype=np.int64))
-        return Steps(start, taken - taken[0], np.zeros_like(slices), slices, samples)
+    def _positions(self, segment: Segment, rank: int, world_size: int) -> tuple[I64, I64]:
+        taken = self._taken(segment)
+        return np.diff(taken), np.arange(taken[0], taken[-1])
 
 
-def _joined(parts: list[I64]) -> I64:
-    if not parts:
-        return np.empty(0, np.int64)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _edges(segment: Segment) -> I64:
+    """The steps of the epoch, and the one behind them, [n + 1]."""
+    return segment.before.step_in_epoch + np.arange(segment.num_steps + 1)
 
 
 def assign_owners(hashes: U8, workers: Sequence[str], slack: float | None = None) -> I64:

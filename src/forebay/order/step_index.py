@@ -14,7 +14,7 @@ import numpy as np
 
 from forebay.errors import UsageError
 
-_NO_END = 1 << 62  # Steps of an epoch that never ends.
+_NO_END = 1 << 62  # Samples of an epoch that never ends.
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class _Stretch:
     before: RunProgress  # Before `first`.
     steps_left: int  # Steps to the end of `before.epoch`, if the stretch is that long.
     per_epoch: int  # Steps of each later epoch.
+    num_samples: int  # Of an epoch.
 
 
 class StepIndex:
@@ -76,23 +77,23 @@ class StepIndex:
 
     Args:
         batches: The global batch sizes.
-        num_samples: Of an epoch; None for a single epoch without end.
+        num_samples: (epoch, samples of each epoch from there on), epochs rising from 0; none for an epoch without end.
         epochs, num_steps: Limits of the run; None for no limit.
         drop_last: Leave out the short last batch of an epoch.
     """
 
     def __init__(
-        self, batches: BatchSizes, num_samples: int | None, *, epochs: int | None, num_steps: int | None,
-        drop_last: bool,
+        self, batches: BatchSizes, num_samples: Sequence[tuple[int, int]], *, epochs: int | None,
+        num_steps: int | None, drop_last: bool,
     ) -> None:  # fmt: skip
         check_integer("epochs", epochs, 1)
         check_integer("num_steps", num_steps, 1)
         self.batches = batches
-        self._num_samples = num_samples
+        self._num_samples = num_samples or [(0, _NO_END)]
         self._drop_last = drop_last
         self._stretches: list[_Stretch] = []
         self._firsts: list[int] = []
-        self.num_steps: int | None = self._build(None if num_samples is None else epochs, num_steps)  # None: no end.
+        self.num_steps: int | None = self._build(epochs if num_samples else None, num_steps)  # None: no end.
 
     def progress(self, step: int) -> RunProgress:
         """The progress before a step in [0, num_steps]: at an epoch's start, never at the end of the one before."""
@@ -106,11 +107,12 @@ class StepIndex:
             before = self._progress(step)
             if before.epoch != epoch:
                 return step  # A change of size ended the epoch.
-            stop = step + self._steps_in(before.samples_taken, self._stretches[i].size)
+            stretch = self._stretches[i]
+            stop = step + self._steps_in(stretch.num_samples - before.samples_taken, stretch.size)
             step = min(stop, self._stop(i) or stop)
             if step == stop:
                 break
-        if self._num_samples is None:
+        if stretch.num_samples == _NO_END:
             return None
         return step if self.num_steps is None else min(step, self.num_steps)
 
@@ -118,41 +120,44 @@ class StepIndex:
         """Steps [start, stop), within [0, num_steps], in order, in as few segments as possible."""
         while start < stop:
             i = self._index(start)
-            size, before = self._stretches[i].size, self._progress(start)
-            count = min(stop, self._stop(i) or stop) - start
-            if self._num_samples is not None:
-                rest = self._num_samples - before.samples_taken
-                size = min(size, rest)
-                count = min(count, rest // size)
+            before = self._progress(start)
+            rest = self._stretches[i].num_samples - before.samples_taken
+            size = min(self._stretches[i].size, rest)
+            count = min(min(stop, self._stop(i) or stop) - start, rest // size)
             yield Segment(start, count, size, before)
             start += count
 
     def _build(self, epochs: int | None, limit: int | None) -> int | None:
-        for i, (first, size) in enumerate(self.batches.changes):
-            if limit is not None and first >= limit:
-                break
-            before = self._progress(first) if i else RunProgress(0, 0, 0)
-            per_epoch, steps_left = self._steps_in(0, size), self._steps_in(before.samples_taken, size)
-            if steps_left == 0:
-                before, steps_left = RunProgress(before.epoch + 1, 0, 0), per_epoch
-            if steps_left == 0 and (i == 0 or epochs is None or before.epoch < epochs):
+        first: int | None = 0
+        while first is not None and (limit is None or first < limit):
+            size = [size for step, size in self.batches.changes if step <= first][-1]
+            stretch = self._stretch(first, size, self._progress(first) if first else RunProgress(0, 0, 0))
+            if stretch.steps_left == 0:
+                stretch = self._stretch(first, size, RunProgress(stretch.before.epoch + 1, 0, 0))
+            epoch, end = stretch.before.epoch, first + stretch.steps_left
+            if stretch.steps_left == 0 and (first == 0 or epochs is None or epoch < epochs):
                 raise UsageError(
-                    f"run: expected at least one batch an epoch, got {self._num_samples} samples for a global batch "
+                    f"run: expected at least one batch an epoch, got {stretch.num_samples} samples for a global batch "
                     f"of {size} (from step {first}). Ask for shorter samples or smaller batches."
                 )
-            self._stretches.append(_Stretch(first, size, before, steps_left, per_epoch))
+            self._stretches.append(stretch)
             self._firsts.append(first)
+            later = [step for step, _ in self.batches.changes if step > first]
+            later += [end + (other - 1 - epoch) * stretch.per_epoch for other, _ in self._num_samples if other > epoch]
+            first = min(later, default=None)
             if epochs is not None:
-                end = first + steps_left + (epochs - 1 - before.epoch) * per_epoch
-                if i + 1 == len(self.batches.changes) or end <= self.batches.changes[i + 1][0]:
+                end += (epochs - 1 - epoch) * stretch.per_epoch
+                if first is None or end <= first:
                     return end if limit is None else min(end, limit)
         return limit
 
-    def _steps_in(self, taken: int, size: int) -> int:
-        if self._num_samples is None:
-            return _NO_END
-        rest = self._num_samples - taken
-        return rest // size if self._drop_last else -(-rest // size)
+    def _stretch(self, first: int, size: int, before: RunProgress) -> _Stretch:
+        number = [number for epoch, number in self._num_samples if epoch <= before.epoch][-1]
+        steps_left = self._steps_in(number - before.samples_taken, size)
+        return _Stretch(first, size, before, steps_left, self._steps_in(number, size), number)
+
+    def _steps_in(self, num_samples: int, size: int) -> int:
+        return num_samples // size if self._drop_last else -(-num_samples // size)
 
     def _progress(self, step: int) -> RunProgress:
         stretch = self._stretches[self._index(step)]

@@ -10,8 +10,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
-from forebay.load.resources import RunSpec
-from forebay.observe.plan import make_plan
+from forebay.observe.plan import DatasetSpec, RunSpec, make_plan
 from support.calibration import slowness
 from support.origin_server import OriginServer
 
@@ -47,9 +46,9 @@ def test_a_run_takes_what_its_plan_says(
     total = int(table.bytes.sum())
 
     def plan(rate, real_step_s):
+        dataset_spec = DatasetSpec(table.bytes, table.count // SEQ_LEN, table.chunk_bytes)
         spec = RunSpec(
-            table.bytes, table.count // SEQ_LEN, BATCH, SEQ_LEN, cache_bytes=2 * total, chunk_bytes=table.chunk_bytes,
-            bandwidth=rate, step_s=real_step_s, epochs=epochs,
+            [dataset_spec], BATCH, SEQ_LEN, cache_bytes=2 * total, bandwidth=rate, step_s=real_step_s, epochs=epochs,
         )  # fmt: skip
         return make_plan(spec)
 

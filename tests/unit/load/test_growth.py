@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import chain, islice, pairwise
+from dataclasses import astuple
+from itertools import islice, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from forebay import Loader, Mixture, OrderOptions, prepare_dataset
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import StateError
-from forebay.load.growth import GrownRun, ancestors, grow
-from forebay.load.growth import owners_of as assign_dataset_owners
 from forebay.load.samples import MAX_IMBALANCE, plan_samples
-from forebay.load.state import make_state, run_identity, step_of_state
+from forebay.order.growth import ancestors, grow, owners_of
+from forebay.order.mixture import Weights
 from forebay.order.plan import Order
 from forebay.order.run import Run
 from forebay.order.step_index import BatchSizes
@@ -50,47 +49,6 @@ def datasets() -> list[Dataset]:
     return result
 
 
-class Training:
-    """A run of a dataset that makes and loads states as a Loader does."""
-
-    def __init__(self, dataset: Dataset, sizes: Any = 8, split: str | None = None, **limits: Any) -> None:
-        self.dataset, self.limits = dataset, {"epochs": None, **limits}
-        index = plan_samples(dataset, SEQ_LEN, split=split, validation=0.3 if split else 0.0)
-        self.batches = BatchSizes.of(sizes)
-        order = Order(index.counts, 3, self.batches.largest)
-        self.own = self.run = Run([order], self.batches, **self.limits)
-        self.own_identity = self.identity = run_identity(self.run, {"d": dataset}, [index], 3, False)
-        self.step = 0
-
-    def load(self, state: object) -> Training:
-        lineages = [self.dataset.manifest.lineage]
-        state = json.loads(json.dumps(state))
-        self.run, self.identity, state = grow(state, self.own_identity, self.own, lineages, **self.limits)
-        self.step = step_of_state(state, self.identity, self.run)
-        return self
-
-    def state(self) -> dict:
-        return make_state(self.identity, self.run, self.step)
-
-    def take(self, num_steps: int) -> list[tuple[int, int]]:
-        """The (slice, sample) pairs of the next steps, of one of three ranks after the other."""
-        stop, result = self.step + num_steps, []
-        for rank in range(3):
-            steps = self.run.steps(self.step, stop, rank, 3)
-            result += list(zip(steps.slices.tolist(), steps.samples.tolist()))
-        self.step = stop
-        return result
-
-    def finish_epoch(self) -> list[tuple[int, int]]:
-        stop = self.run.epoch_stop(self.step)
-        assert stop is not None
-        return self.take(stop - self.step)
-
-    def all_samples(self) -> list[tuple[int, int]]:
-        counts = self.own.orders[0].samples_per_slice.tolist()
-        return [(index, sample) for index, count in enumerate(counts) for sample in range(count)]
-
-
 def test_ancestors(datasets: list[Dataset]) -> None:
     sizes = {dataset.id: dataset.num_slices for dataset in datasets}
     for number, dataset in enumerate(datasets):
@@ -99,98 +57,76 @@ def test_ancestors(datasets: list[Dataset]) -> None:
         assert ancestors(hostile) == {}
 
 
-@given(
-    first=st.integers(0, 60), second=st.integers(0, 40), third=st.integers(0, 60),
-    sizes=st.sampled_from([8, 5, [(0, 4), (11, 9), (40, 6)]]), split=st.sampled_from([None, "train", "validation"]),
-)  # fmt: skip
-def test_a_state_of_an_ancestor_finishes_its_epoch_then_has_all_and_resumes_exactly(
-    datasets: list[Dataset], first: int, second: int, third: int, sizes: Any, split: str | None
+GENERATIONS = [2, 5, 8]
+
+
+def lineage_of(name: str, generation: int) -> dict:
+    """Of one of the datasets NAME0, NAME1, ..., each of which extends the one before."""
+    older = [{"id": f"{name}{i}", "slices": GENERATIONS[i]} for i in range(generation)][::-1]
+    return {"parent": {**older[0], "ancestors": older[1:]}} if older else {}
+
+
+@given(st.data(), st.booleans(), st.sampled_from([8, 5, 1, [(0, 4), (11, 9), (40, 6)]]))
+def test_epochs_end_on_the_slices_with_which_they_began_over_several_generations(
+    data: st.DataObject, is_mixture: bool, sizes: Any
 ) -> None:
-    parent = Training(datasets[0], sizes, split)
-    parent.take(first)
-    state = parent.state()
-    child, youngest = (Training(dataset, sizes, split).load(state) for dataset in datasets[1:])
-    epoch = state["epoch"]
-    if state["samples_taken"]:
-        assert child.finish_epoch() == youngest.finish_epoch() == parent.finish_epoch()
-        epoch += 1
-    assert child.state()["epoch"] == epoch and child.state()["samples_taken"] == 0
-    epochs = [child.finish_epoch(), child.finish_epoch()]
-    assert [sorted(samples) for samples in epochs] == [child.all_samples()] * 2 and epochs[0] != epochs[1]
-    assert child.state()["epoch"] == epoch + 2 and sorted(youngest.finish_epoch()) == youngest.all_samples()
-    child.load(state).take(second)
-    grown = child.state()
-    grandchild, same = Training(datasets[2], sizes, split).load(grown), Training(datasets[1], sizes, split).load(grown)
-    if grown["samples_taken"]:
-        assert grandchild.finish_epoch() == child.finish_epoch() == same.finish_epoch()
-    assert same.take(30) == child.take(30) and sorted(grandchild.finish_epoch()) == grandchild.all_samples()
-    grandchild.take(third)
-    again = grandchild.state()
-    assert Training(datasets[2], sizes, split).load(again).take(25) == grandchild.take(25)
-    assert step_of_state(again, grandchild.identity, grandchild.run) == again["step"]
+    names, batches = "ab" if is_mixture else "a", BatchSizes.of(sizes)
+    weights = Weights(((0, (3, 1)), (17, (1, 2)))) if is_mixture else None
+    counts = [data.draw(st.lists(st.integers(1, 12), min_size=8, max_size=8)) for _ in names]
 
+    def load(numbers: list[int], state: dict | None) -> tuple[Run, dict]:
+        orders = [Order(np.array(of[: GENERATIONS[i]]), 3, batches.largest) for of, i in zip(counts, numbers)]
+        run = Run(orders, batches, weights=weights, epochs=None)
+        ids = {name: f"{name}{i}" for name, i in zip(names, numbers)}
+        identity = {"version": 6, "dataset_id": ids if is_mixture else ids["a"], **run.shape, "growth": {}}
+        if state is None:
+            return run, identity
+        lineages = [lineage_of(name, i) for name, i in zip(names, numbers)]
+        return grow(json.loads(json.dumps(state)), identity, run, lineages)[:2]
 
-def test_tables_and_next_uses_of_a_grown_run_agree_with_its_steps(datasets: list[Dataset]) -> None:
-    parent = Training(datasets[0])
-    parent.take(2)
-    run = Training(datasets[1]).load(parent.state()).run
-    assert isinstance(run, GrownRun)
-    stop = run.growth.step + 30
-    epochs, steps, taken = run.progress_table(2, stop)
-    progress = [run.progress(step) for step in range(2, stop)]
-    assert epochs.tolist() == [item.epoch for item in progress]
-    assert steps.tolist() == [item.step_in_epoch for item in progress]
-    assert taken.tolist() == [item.samples_taken for item in progress]
-    together = run.steps(2, stop, 0, 1)
-    assert np.diff(together.bounds).tolist() == run.batch_lens(2, stop).tolist()
-    one_by_one = [run.steps(step, step + 1, 0, 1) for step in range(2, stop)]
-    assert together.samples.tolist() == [sample for item in one_by_one for sample in item.samples.tolist()]
-    used_steps, _, slices = run.uses(2, stop, 0, 1)
-    expected = [(2 + i, index) for i, item in enumerate(one_by_one) for index in dict.fromkeys(item.slices.tolist())]
-    assert list(zip(used_steps.tolist(), slices.tolist())) == expected
-    # The next use of a sample is in the next epoch.
-    for step in (3, run.growth.step):
-        end = run.epoch_stop(step)
-        assert end is not None
-        stop = run.epoch_stop(end)
-        assert stop is not None
-        read = run.steps(end, stop, 0, 1)
-        expected = end + np.repeat(np.arange(stop - end), np.diff(read.bounds))
-        steps = run.next_steps(step, read.slices, read.samples, (0, 1), 1)
-        assert steps.min() >= end and steps.max() < stop
-        assert np.abs(steps - expected).max() <= stop - end and np.abs(steps - expected).mean() < (stop - end) / 2
-
-
-@pytest.mark.parametrize("epochs, num_steps", [(1, None), (3, None), (None, 12), (2, 9)])
-def test_limits_count_from_the_start_of_the_run(
-    datasets: list[Dataset], epochs: int | None, num_steps: int | None
-) -> None:
-    parent = Training(datasets[0], epochs=epochs, num_steps=num_steps)
-    parent.take(2)
-    run = Training(datasets[1], epochs=epochs, num_steps=num_steps).load(parent.state()).run
-    of_epochs = parent.own.steps_per_epoch + ((epochs or 999) - 1) * run.steps_per_epoch
-    assert run.num_steps == min(of_epochs, num_steps or 999) and run.progress(run.num_steps).epoch <= (epochs or 999)
+    step, numbers = 0, [0] * len(names)
+    run, identity = load(numbers, None)
+    for _ in range(3):
+        step += data.draw(st.integers(0, 30))
+        before, unread = run, run.unread_epochs(step)
+        numbers = [data.draw(st.integers(i, 2)) for i in numbers]
+        run, identity = load(numbers, {**identity, "step": step})
+        assert all(map(np.array_equal, astuple(run.steps(0, step, 0, 1)), astuple(before.steps(0, step, 0, 1))))
+        for order, epoch, of, i in zip(run.orders, unread, counts, numbers):
+            assert order.epoch_order(epoch).num_samples == sum(of[: GENERATIONS[i]])
+    read = run.steps(0, step + 60, 0, 1)
+    for source, order in enumerate(run.orders):
+        mine = read.sources == source
+        used = Counter(order.sample_ids_of(read.slices[mine], read.samples[mine]).tolist())
+        num_whole = run.progress(step + 60).epoch
+        if run.mixture is not None:
+            sources, own = run.mixture.locate(np.arange(len(mine)))
+            num_whole = int(order.passes(np.setdiff1d(np.arange(len(mine) + 1), own[sources == source])[:1])[0][0])
+        passes = Counter(i for epoch in range(num_whole) for i in range(order.epoch_order(epoch).num_samples))
+        assert not passes - used and (used - passes).total() < 12 * batches.largest + order.num_samples
 
 
 def test_states_that_cannot_continue_are_refused(datasets: list[Dataset]) -> None:
-    parent, child = Training(datasets[0]), Training(datasets[1])
-    parent.take(3)
-    state = parent.state()
-    unrelated = {**state, "dataset_id": "ab" * 32}
+    parent, child, other = (
+        Loader(dataset, seq_len=SEQ_LEN, global_batch_size=8, seed=seed)
+        for dataset, seed in ((datasets[0], 3), (datasets[1], 3), (datasets[1], 4))
+    )
+    take_samples(parent, 3)
+    state = parent.state_dict()
+    child.load_state_dict(state)
+    grown = child.state_dict()
     with pytest.raises(StateError, match="Open the dataset that the state was taken of"):
-        child.load(unrelated)
-    with pytest.raises(StateError, match="Open the dataset that the state was taken of"):
-        parent.load(child.state())  # from the larger to the smaller
-    with pytest.raises(StateError, match="expected seed 3, got 4"):
-        child.load({**state, "seed": 4})
-    with pytest.raises(StateError, match="expected numbers lanes, window"):
-        child.load({**state, "lanes": "x"})
-    grown = child.load(state).state()
-    for growth in (3, {**grown["growth"], "step": -1}, {**grown["growth"], "extra": 1}):
-        with pytest.raises(StateError, match="expected growth with whole numbers"):
-            child.load({**grown, "growth": growth})
-    with pytest.raises(StateError, match="expected growth from a dataset in"):
-        child.load({**grown, "growth": {**grown["growth"], "slices": 7}})
+        parent.load_state_dict(grown)  # from the larger to the smaller
+    with pytest.raises(StateError, match="expected seed 4, got 3"):
+        other.load_state_dict(state)
+    [[dataset_id, shape, epoch]] = grown["growth"][""]
+    wrong = [[dataset_id, shape, 0], [dataset_id, shape, "1"], [dataset_id, shape], ["ab" * 32, shape, epoch]]
+    wrong += [[[], shape, epoch], [dataset_id, {**shape, "lanes": 0}, epoch], [dataset_id, {"lanes": 1}, epoch]]
+    changes = [{"growth": {"": [entry]}} for entry in wrong] + [{"growth": {"": [[dataset_id, shape, epoch]] * 2}}]
+    changes += [{"growth": 3}, {"order": "x"}, {"order": []}, {"order": [{**shape, "window": "x"}]}, {"step": "3"}]
+    for change in [*changes, {"dataset_id": "ab" * 32}]:
+        with pytest.raises(StateError, match="loader state: expected"):
+            child.load_state_dict({**(grown if "growth" in change else state), **change})
 
 
 def test_no_sample_changes_its_split_when_a_dataset_grows(datasets: list[Dataset]) -> None:
@@ -243,35 +179,16 @@ def test_each_dataset_of_a_mixture_continues_on_the_larger_one_after_its_own_pas
         passes = Counter([*range(sizes[0])] * num_small + [*range(sizes[1])] * num_large)
         more = used - passes
         assert not passes - used and more.total() == num_more and max(more.values(), default=1) == 1
-    # Ranks agree, also over the steps at which datasets go over.
-    shares = []
-    for rank in range(3):
-        loader = mixed(large, rank=rank, world_size=3)
-        loader.load_state_dict(state)
-        shares.append([batch.sample_ids.tolist() for batch in islice(loader, second + 120)])
-    alone = [number for _, number in taken[24 * first :]]
-    for i, of_ranks in enumerate(zip(*shares, strict=True)):
-        assert sorted(chain(*of_ranks)) == sorted(alone[24 * i : 24 * i + 24])
 
 
-def test_malformed_states_of_grown_mixtures_are_refused(datasets: list[Dataset]) -> None:
-    parent, child = mixed(datasets[:2]), mixed(datasets[1:])
-    take_samples(parent, 3)
-    state = parent.state_dict()
-    child.load_state_dict(state)
-    grown = child.state_dict()
-    growth = grown["growth"]
+def test_malformed_states_of_mixtures_are_refused(datasets: list[Dataset]) -> None:
+    state = mixed(datasets[:2]).state_dict()
     for change in (
-        {"growth": 3}, {"growth": {**growth, "c": None}}, {"growth": {"a": 3}}, {"lanes": [1]}, {"lanes": "x"},
-        {"window": ["x", 1]}, {"dataset_id": {"a": [], "b": 3}}, {"dataset_id": "a"}, {"step": -1}, {"step": "3"},
+        {"growth": {"a": 3}}, {"order": [1]}, {"streams": "x"}, {"streams": 1 << 20}, {"step": -1},
+        {"dataset_id": {"a": [], "b": 3}}, {"dataset_id": {**state["dataset_id"], "b": "ab" * 32}},
     ):  # fmt: skip
-        for valid in (state, grown):
-            with pytest.raises(StateError, match="loader state: expected"):
-                mixed(datasets[1:]).load_state_dict({**valid, **change})
-    with pytest.raises(StateError, match="expected dataset_id"):
-        child.load_state_dict({**state, "dataset_id": {**state["dataset_id"], "b": "ab" * 32}})
-    with pytest.raises(StateError, match="expected growth from a dataset in"):
-        child.load_state_dict({**grown, "growth": {"a": {**growth["a"], "slices": 7}}})
+        with pytest.raises(StateError, match="loader state: expected"):
+            mixed(datasets[1:]).load_state_dict({**state, **change})
 
 
 def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(datasets: list[Dataset]) -> None:
@@ -300,28 +217,11 @@ def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(data
     assert sorted(ids) == list(range(plan_samples(datasets[1], SEQ_LEN).num_samples)) and finish_epoch(again) == ids
 
 
-def test_steps_before_a_second_growth_are_unknown(datasets: list[Dataset]) -> None:
-    parent = Training(datasets[0])
-    parent.take(3)
-    child = Training(datasets[1]).load(parent.state())
-    child.finish_epoch()
-    child.take(2)
-    grandchild = Training(datasets[2]).load(child.state())
-    assert isinstance(grandchild.run, GrownRun) and grandchild.run.growth.first_step == child.step - 2
-    with pytest.raises(StateError, match=f"run step 0: expected one from {child.step - 2}"):
-        grandchild.run.progress(0)
-
-
 @pytest.mark.parametrize("slack", [None, MAX_IMBALANCE])
 def test_owners_of_datasets_that_grow(slack: float | None) -> None:
     hashes = np.random.default_rng(0).integers(0, 256, (2500, 32), np.uint8)
 
-    def dataset(num_slices, **lineage):
-        table = SimpleNamespace(sha256=hashes[:num_slices])
-        return SimpleNamespace(num_slices=num_slices, table=table, manifest=SimpleNamespace(lineage=lineage))
-
-    small, large = dataset(2000), dataset(2500, parent={"id": "small", "slices": 2000})
-    names = ["a", "b", "c"]
-    before, after = (assign_dataset_owners(item, names, slack) for item in (small, large))
+    names, lineage = ["a", "b", "c"], {"parent": {"id": "small", "slices": 2000}}
+    before, after = owners_of(hashes[:2000], {}, names, slack), owners_of(hashes, lineage, names, slack)
     assert np.array_equal(after[: len(before)], before)  # appended data move no slice
     assert slack is None or np.bincount(after).max() <= (1 + slack) * len(after) / len(names) + 2

@@ -138,8 +138,7 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
         "global_batch_size": 5,
         "shuffle": False,
         "drop_last": True,
-        "lanes": 3,
-        "window": 1,
+        "order": [{"lanes": 3}],
         "packing": "best_fit",
         "split": ["train", 0.5],
         "step": 1,
@@ -150,6 +149,8 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
             loader.load_state_dict({**state, name: value})
     with pytest.raises(StateError, match="global_batch_size=4"):
         Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2).load_state_dict(state)
+    with pytest.raises(StateError, match="expected order"):
+        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, order=OrderOptions(lanes=3)).load_state_dict(state)
     for invalid in ({}, [], None, {**state, "samples_taken": 10**9}, {**state, "epoch": "0"}):
         with pytest.raises(StateError):
             loader.load_state_dict(invalid)

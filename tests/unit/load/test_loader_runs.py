@@ -60,6 +60,11 @@ def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str,
     assert sample_keys(again, 10) == done
     with pytest.raises(StateError, match="weights until step 10"):
         loader([(0, {"web": 1, "books": 1}), (5, {"code": 1})]).load_state_dict(state)
+    # Batch sizes, too: the order of the state goes on, whatever the defaults of larger batches are.
+    larger = Loader(Mixture(folders, {"web": 1, "books": 1}), seq_len=SEQ_LEN, global_batch_size=[(0, 8), (12, 56)])
+    larger.load_state_dict(state)
+    first.load_state_dict(state)
+    assert sample_keys(larger, 2) == sample_keys(first, 2) and len(sample_keys(larger, 1)[0]) == 56
     with pytest.raises(StateError, match="dataset_id"):
         Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8).load_state_dict(state)
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from forebay.cli import main
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions
-from forebay.load.resources import RunSpec
 from forebay.load.sources import open_dataset
-from forebay.observe.plan import make_plan
+from forebay.observe.plan import DatasetSpec, RunSpec, make_plan
+from forebay.order.footprint import check_traffic
+from forebay.order.mixture import Weights
 from forebay.units import format_bytes, format_seconds, parse_rate
 from support.feeding import make_dataset
 from support.origin_server import OriginServer
@@ -24,7 +27,7 @@ GB = 10**9
 
 def job(num_slices: int = 10, size: int = 200 * GB, seq_len: int = 2048, batch: int = 512, **settings) -> RunSpec:
     sizes = np.full(num_slices, size)
-    return RunSpec(sizes, sizes // 2 // seq_len, batch, seq_len, **settings)
+    return RunSpec([DatasetSpec(sizes, sizes // 2 // seq_len)], batch, seq_len, **settings)
 
 
 # --- figures that were published
@@ -58,8 +61,10 @@ def test_two_terabytes_need_a_few_hundred_megabytes_of_disk() -> None:
 
 def test_a_cache_in_memory_needs_memory() -> None:
     full = make_plan(job(whole_in_memory=True, volume_bytes=2500 * GB, mem_bytes=64 * GB, cache_bytes=2001 * GB))
-    assert not full.ok and "cache_dir='ram'" in full.refused[-1] and full.to_json()["fits_memory"] is False
-    assert make_plan(job(2, GB, whole_in_memory=True, mem_bytes=64 * GB)).ok
+    assert not full.ok and "cache='ram'" in full.refused[-1] and full.to_json()["fits_memory"] is False
+    for num_slices in (2, 1000, 100_000):  # What a plan proposes fits.
+        plan = make_plan(job(num_slices, GB, whole_in_memory=True, volume_bytes=25 * GB, mem_bytes=25 * GB))
+        assert plan.ok and plan.cache_bytes + plan.memory_bytes <= 25 * GB
 
 
 def test_a_volume_smaller_than_the_cache_is_refused() -> None:
@@ -121,21 +126,53 @@ def test_a_thousand_ranks_share_a_dataset_evenly() -> None:
 
 
 def test_a_run_that_fetches_the_dataset_several_times_is_refused_with_advice_that_works() -> None:
-    nodes = {"world_size": 1000, "batch": 1000}
-    plan = make_plan(job(1000, 2 * GB, lanes=64, **nodes))
-    assert not plan.ok and 15 < plan.fetch_ratio < 31 and "1000 nodes without a common cache" in plan.refused[0]
-    assert "Use the default lanes (1 times)" in plan.refused[0]
-    assert make_plan(job(1000, 2 * GB, lanes=64, max_fetch_ratio=31, **nodes)).ok
-    assert make_plan(job(1000, 2 * GB, lanes=64, swarm=True, **nodes)).ok  # From each other.
-    some = make_plan(job(80, GB, batch=16, world_size=8, lanes=12))
-    assert some.fetch_ratio > 1.1 and not some.ok
+    nodes = partial(job, 1000, 2 * GB, lanes=64, world_size=1000, batch=1000)
+    (refused,) = make_plan(nodes()).refused
+    assert "1000 nodes with caches of their own, 1 rank each" in refused and "the default lanes (1 times)" in refused
+    assert make_plan(nodes(max_fetch_ratio=31)).ok and make_plan(nodes(swarm=True)).ok  # From each other.
+
+
+MIXED = [job(1000, 1010_000_000).datasets[0], job(100, 1010_000_000).datasets[0], job(1, GB).datasets[0]]
+WEIGHTS = Weights(((0, (0.899, 0.1, 0.001)),))
+
+
+@pytest.mark.parametrize("nodes, batch", [(8, 64), (64, 512), (512, 2048), (7, 100)])
+def test_nodes_fetch_each_dataset_of_a_mixture_once(nodes: int, batch: int) -> None:
+    plan = make_plan(RunSpec(MIXED, batch, 2048, WEIGHTS, world_size=nodes))
+    assert plan.ok and not plan.warnings and max(plan.fetch_ratios) < 1.1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch": 16, "world_size": 8, "lanes": 12},
+        {"batch": 512, "cache_bytes": 150 << 20},
+        {"batch": 1000, "world_size": 1000, "lanes": 64},
+        {"batch": 64, "world_size": 64, "lanes": 8, "mixed": True},
+        {"batch": 512, "world_size": 64, "lanes": 100, "mixed": True},
+        {"batch": 512, "cache_bytes": 100 << 20, "mixed": True},
+    ],
+)
+def test_advice_is_what_the_same_check_says_of_it(settings: dict) -> None:
+    """For one dataset and for a mixture, any number of nodes and any cache."""
+    datasets, weights = (MIXED, WEIGHTS) if settings.pop("mixed", False) else (MIXED[:1], None)
+    spec = RunSpec(datasets, settings.pop("batch"), 2048, weights, **settings)
+    spec = replace(spec, cache_bytes=make_plan(spec).cache_bytes)
+    with pytest.raises(UsageError) as raised:
+        check_traffic(spec.footprints(spec.run()), spec.cache_bytes, 1.5)
+    advised = re.findall(r"(the default lanes|lanes=\d+|cache_bytes=\d+) \(([\d.]+) times\)", str(raised.value))
+    for text, ratio in advised:
+        name, _, number = text.partition("=")
+        ratios = make_plan(replace(spec, **({name: int(number)} if number else {"lanes": None}))).fetch_ratios
+        assert max(ratios) == pytest.approx(float(ratio), rel=0.01) and float(ratio) <= 1.5
+    assert advised
 
 
 def test_wrong_arguments_are_said_so() -> None:
     with pytest.raises(UsageError, match="divisor"):
-        job(world_size=8, ranks_per_node=3)
+        make_plan(job(world_size=8, ranks_per_node=3))
     with pytest.raises(UsageError, match="expected samples"):
-        job(size=100)
+        make_plan(job(size=100))
 
 
 # --- against a loader
@@ -172,8 +209,8 @@ def test_a_loader_fetches_and_keeps_what_the_plan_says(tmp_path: Path, lanes: in
     dataset = make_dataset(tmp_path / "data", 16, 128, seq_len)
     table = open_dataset(dataset).table
 
-    sizes = (table.bytes, table.count // seq_len, 8, seq_len)
-    planned = partial(RunSpec, *sizes, lanes=lanes, window=window, chunk_bytes=table.chunk_bytes)
+    spec = DatasetSpec(table.bytes, table.count // seq_len, table.chunk_bytes)
+    planned = partial(RunSpec, [spec], 8, seq_len, lanes=lanes, window=window)
     min_value = make_plan(planned()).disk.next_bytes + 16 * 8192
     ample = 2 * int(table.bytes.sum())
     with OriginServer(dataset) as server:
@@ -183,7 +220,10 @@ def test_a_loader_fetches_and_keeps_what_the_plan_says(tmp_path: Path, lanes: in
             sent = sum(server.bytes_sent[name] for name in table.names.to_pylist())
             assert plan.ok and 0 < max_value <= cache_bytes
             assert int(table.bytes.sum()) <= sent <= plan.fetched_bytes + plan.disk.again_bytes
-            assert stats["refetched_bytes"] <= plan.disk.again_bytes + 2 * plan.lanes * table.chunk_bytes
+            assert (
+                stats["refetched_bytes"]
+                <= plan.disk.again_bytes + 2 * plan.parts[0].order.num_lanes * table.chunk_bytes
+            )
 
 
 def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
@@ -199,6 +239,16 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     assert main([*common, "--cache-bytes", "20kB"]) == 1
     text = capsys.readouterr().out
     assert "refused: cache: expected at least" in text and text.endswith("cannot work as requested\n")
+    make_dataset(tmp_path / "other", 3, 64, 256)
+    weights = "[[change]]\nstep = 0\nweights = { a = 3, b = 1 }\n"
+    (tmp_path / "mix.toml").write_text(f"[datasets]\na = 'data'\nb = 'other'\n{weights}")
+    mixed = f"plan {tmp_path}/mix.toml --seq-len 256 --global-batch-size 8 --world-size 4".split()
+    assert main([*mixed, "--json"]) == 0
+    reported = json.loads(capsys.readouterr().out)
+    assert [(of["name"], of["samples"]) for of in reported["datasets"]] == [("a", 512), ("b", 192)]
+    assert reported["bytes"] == sum(of["bytes"] for of in reported["datasets"]) and reported["steps_per_epoch"] == 86
+    assert reported["passes"] == pytest.approx([688 * 0.75 / 512, 688 * 0.25 / 192]) and reported["nodes"] == 4
+    assert main(mixed) == 0 and "dataset b " in capsys.readouterr().out
     assert main(["plan", "--bytes", "2TB"]) == 2
     assert main(f"plan {dataset} --bytes 2TB".split()) == 2
 

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.load.resources import lanes_of_nodes
 from forebay.order.plan import Order
 from forebay.order.run import NEVER, BatchSizes, Run, Steps, Weights
 
@@ -22,21 +21,19 @@ sizes = st.dictionaries(st.integers(1, 40), st.integers(1, 30), max_size=3).map(
 
 @st.composite
 def orders(draw: st.DrawFn, batches: BatchSizes) -> Order:
-    return Order(
-        draw(counts),
-        draw(st.integers(0, 2**40)),
-        batches.largest,
-        lanes=draw(st.none() | st.integers(1, 20)),
-        window=draw(st.none() | st.integers(1, 40)),
-        shuffle=draw(st.sampled_from([True, True, False])),
-    )
+    """An order, or one that grew: whose first epochs are of its first slices in a shape of their own."""
+    shapes = st.tuples(st.none() | st.integers(1, 20), st.none() | st.integers(1, 40))
+    seed, shuffle = draw(st.integers(0, 2**40)), draw(st.sampled_from([True, True, False]))
+    order = Order(draw(counts), seed, batches.largest, *draw(shapes), shuffle)
+    smaller = order.reshaped(*draw(shapes), draw(st.integers(1, len(order.samples_per_slice))))
+    return order.after([(draw(st.integers(1, 3)), smaller)]) if draw(st.booleans()) and smaller.num_samples else order
 
 
 @st.composite
 def single_runs(draw: st.DrawFn) -> Run:
     batches = draw(sizes)
     order = draw(orders(batches))
-    drop = draw(st.booleans()) and order.num_samples >= batches.largest
+    drop = draw(st.booleans()) and min(of.num_samples for _, of in order.phases) >= batches.largest
     return Run([order], batches, epochs=draw(st.integers(1, 4)), drop_last=drop)
 
 
@@ -82,10 +79,10 @@ def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) ->
         assert len(seen) == position.samples_taken
         seen += batch
         size = [size for first, size in run.batches.changes if first <= step][-1]
-        assert len(batch) == size or len(seen) == run.orders[0].num_samples
-    every = all_samples(run.orders[0])
+        assert len(batch) == size or len(seen) == run.orders[0].epoch_order(position.epoch).num_samples
     assert list(by_epoch) == list(range(len(by_epoch)))
-    for seen in by_epoch.values():
+    for epoch, seen in by_epoch.items():
+        every = all_samples(run.orders[0].epoch_order(epoch))
         assert len(set(seen)) == len(seen) and set(seen) <= set(every)
         assert len(every) - len(seen) < run.batches.largest
     assert run.progress(run.num_steps).samples_taken == 0 and run.progress(run.num_steps).epoch == len(by_epoch)
@@ -103,16 +100,6 @@ def test_drop_last_leaves_out_what_makes_no_batch() -> None:
             Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=epochs, drop_last=True)
 
 
-def test_one_batch_size_is_the_orders_own_global_batch() -> None:
-    order = Order(np.full(20, 50), 5, 24)
-    run = Run([order], BatchSizes.of(24), epochs=2)
-    per_epoch = order.steps_per_epoch
-    for step in (0, 3, per_epoch - 1, per_epoch, 2 * per_epoch - 1):
-        ids = order.share(step // per_epoch, step % per_epoch, 0, 1)
-        (batch,) = batch_lists(run.steps(step, step + 1, 0, 1))
-        assert [50 * i + j for _, i, j in batch] == ids.tolist()
-
-
 # Any run.
 
 
@@ -126,16 +113,11 @@ def test_steps_read_alone_by_any_world_are_those_of_the_run(run: Run, start: int
         lengths = {len(share[i]) for share in shares}
         assert max(lengths) - min(lengths) <= 1
         assert list(itertools.chain(*(share[i] for share in shares))) == batch
-    for rank, share in enumerate(shares):
-        read = [{(start + i, source, index): None for source, index, _ in batch} for i, batch in enumerate(share)]
-        uses = zip(*(column.tolist() for column in run.uses(start, stop, rank, world_size)))
-        assert list(uses) == list(itertools.chain(*read))
 
 
 @given(single_runs(), st.sampled_from([1, 2, 3, 5]), st.data())
 def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size: int, data: st.DataObject) -> None:
-    order = run.orders[0]
-    end = run.epoch_stop(0)
+    order, end = run.orders[0].epoch_order(1), run.epoch_stop(0)
     if end is None or (run.num_steps is not None and end >= run.num_steps) or len(run.batches.changes) > 1:
         return
     rank = data.draw(st.integers(0, world_size - 1))
@@ -153,39 +135,42 @@ def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size:
 
 @given(mixed_runs())
 def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run) -> None:
-    flat = [sample for batch in all_batches(run, 50) for sample in batch]
-    assert len(flat) == run.progress(50).samples_taken
+    num_samples = run.progress(50).samples_taken
+    sources, own = run.mixture.locate(np.arange(num_samples))
     for source, order in enumerate(run.orders):
-        read = [sample for sample in flat if sample[0] == source]
-        epochs, rest = divmod(len(read), order.num_samples)
-        times = dict.fromkeys(all_samples(order, source), 0)
-        for sample in read:
-            times[sample] += 1
-        assert set(times.values()) <= {epochs, epochs + 1}
-        assert sum(n == epochs + 1 for n in times.values()) == rest
+        (places,) = np.nonzero(sources == source)
+        numbers = own[places]
+        assert len(set(numbers.tolist())) == len(numbers)  # Each position of each epoch once,
+        assert run.mixture.reached(num_samples)[source] == max(numbers, default=-1) + 1
+        missing = run.mixture.positions(source, np.setdiff1d(np.arange(max(numbers, default=0)), numbers))
+        assert (missing >= num_samples).all() or not run.weights.quotas[-1][source]  # and none is left out.
+        assert (run.mixture.positions(source, numbers) == places).all()
+        epochs, within = order.passes(numbers)
+        for epoch in set(epochs.tolist()):
+            slices, samples = order.samples_at(epoch, within[epochs == epoch])
+            assert len(set(order.sample_ids_of(slices, samples).tolist())) == (epochs == epoch).sum()
 
 
-@given(mixed_runs() | single_runs(), st.integers(0, 59), st.integers(0, 3))
+@given(mixed_runs(), st.integers(0, 49), st.integers(0, 2))
 def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source: int) -> None:
-    end = 60 if run.num_steps is None else run.num_steps
-    source, step = source % len(run.orders), step % end
-    read = [[sample for sample in batch if sample[0] == source] for batch in all_batches(run, end)]
-    before = sum(map(len, read[:step]))
-    epochs = {position // run.orders[source].num_samples for position in range(before, before + len(read[step]))}
-    if run.weights is None:
-        later = [other for other in range(step, end) if run.progress(other).epoch > run.progress(step).epoch]
-        assert run.epoch_of(step, source) == (run.progress(step).epoch, later[0] if later else end)
-    else:
-        assert run.epoch_of(step, source) == (epochs.pop() if len(epochs) == 1 else None, None)
+    first, source = run.progress(step).samples_taken, source % len(run.orders)
+    sources, own = run.mixture.locate(np.arange(first, run.progress(step + 1).samples_taken))
+    epochs = set(run.orders[source].passes(own[sources == source])[0].tolist())
+    assert run.epoch_of(step, source) == (epochs.pop() if len(epochs) == 1 else None, None)
 
 
-def test_a_node_of_a_mixture_reads_few_lanes_beside_its_own() -> None:
-    chance, orders = np.random.default_rng(5), [Order(np.full(300, 4000), seed, 512) for seed in range(3)]
-    for nodes, max_ratio in ((2, 1.1), (64, 4.0)):
-        for _ in range(2):
-            weights = Weights(((0, tuple(chance.dirichlet(np.ones(3)).tolist())),))
-            run = Run(orders, BatchSizes.of(512), weights=weights, epochs=None)
-            assert 1 <= np.mean(lanes_of_nodes(run, 8 * nodes, 8)) * nodes <= max_ratio
+@pytest.mark.parametrize("lanes", [None, 4, 1])
+def test_the_window_of_a_sample_in_a_mixture_ends_when_its_last_sample_is_read(lanes: int | None) -> None:
+    orders = [Order(np.array([300, 211]), 3, 8, lanes, 5), Order(np.array([70]), 4, 8, lanes, 5)]
+    run = Run(orders, BatchSizes.of(8), weights=Weights(((0, (3, 1)), (20, (1, 1)))), epochs=None)
+    sources, own = run.mixture.locate(np.arange(8 * 200))
+    for step, (source, order) in itertools.product((0, 13, 19, 40), enumerate(orders)):
+        read = run.steps(step, step + 1, 0, 1)
+        slices, samples = read.slices[read.sources == source], read.samples[read.sources == source]
+        epoch = int(order.passes(np.array([run.mixture.next_own(source, 8 * step)]))[0][0])
+        last = order.position(epoch) + order.window_stops(epoch, slices, samples) - 1
+        steps = [np.flatnonzero((sources == source) & (own == number))[0] // 8 + 1 for number in last]
+        assert run.window_ends(step, source, slices, samples).tolist() == np.maximum(steps, step).tolist()
 
 
 # Size, and the rest.
@@ -193,9 +178,8 @@ def test_a_node_of_a_mixture_reads_few_lanes_beside_its_own() -> None:
 
 def test_limits_of_a_run() -> None:
     order = Order(np.array([20]), 0, 4)
-    assert Run([order], BatchSizes.of(4), epochs=3, num_steps=7).num_steps == 7
-    assert Run([order], BatchSizes.of(4), epochs=1, num_steps=7).num_steps == 5
-    assert Run([order], BatchSizes.of(4), epochs=None, num_steps=70).num_steps == 70
+    for epochs, num_steps, expected in ((3, 7, 7), (1, 7, 5), (None, 70, 70)):
+        assert Run([order], BatchSizes.of(4), epochs=epochs, num_steps=num_steps).num_steps == expected
     endless = Run([order], BatchSizes.of(4), epochs=None)
     assert endless.num_steps is None and endless.progress(10**9).epoch == 2 * 10**8
     assert Run([order], BatchSizes.of(4), weights=Weights(((0, (1,)),)), epochs=1).num_steps is None
