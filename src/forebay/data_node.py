@@ -12,7 +12,7 @@ Cost: 300 bytes per slice for the table of hashes (75 MB for 250,000 slices).
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,8 +27,8 @@ from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
-from forebay.storage.base import Origin, read_small
-from forebay.storage.origins import RemoteDataset
+from forebay.storage.base import read_small
+from forebay.storage.origins import origin_of
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30
@@ -74,10 +74,9 @@ class DataNode(SliceServer):
         NetworkError if it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
-            url = ""
-            if isinstance(dataset, RemoteDataset):
-                url = dataset.origin.url
-                files: Mapping[str, bytes | Path] = _small_files(dataset, dataset.origin)
+            url, files = "", dict[str, bytes | Path]()
+            if not dataset.is_local:
+                url, files = dataset.url, _small_files(dataset)
             else:
                 for index in range(dataset.num_slices):
                     row = dataset.table.row(index)
@@ -182,8 +181,9 @@ def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
         raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")
 
 
-def _small_files(dataset: Dataset, origin: Origin) -> dict[str, bytes]:
+def _small_files(dataset: Dataset) -> dict[str, bytes | Path]:
     """Read the small files of a remote dataset into memory: members get its slices there, and the files here."""
+    origin = origin_of(dataset)
     manifest = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
     if dataset_id(manifest) != dataset.id:
         raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, got another. Serve it again.")

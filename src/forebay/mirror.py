@@ -39,7 +39,7 @@ from forebay.storage.addresses import is_bucket
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import RemoteDataset, open_origin
-from forebay.storage.store import FolderStore, Store, open_store
+from forebay.storage.store import Store, open_store
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
 _MAX_BUCKET_SLICES = 2  # one is downloaded while another is uploaded; four were as fast
@@ -87,7 +87,7 @@ class _Target:
     @property
     def folder(self) -> Path | None:
         """Of a directory, not a bucket."""
-        return self.store.path if isinstance(self.store, FolderStore) else None
+        return self.store.folder
 
     def part_path(self, name: str) -> Path:
         return self.parts / f"{name.replace('/', '_')}.part"
@@ -404,12 +404,12 @@ def _has_shard(store: Store, shard: ShardInfo) -> bool:
     """Whether the target has a shard; in a directory its samples are checked."""
     if not _contains(store, shard):
         return False
-    if isinstance(store, FolderStore):
-        here = PathOrigin(store.path)
+    if (folder := store.folder) is not None:
+        here = PathOrigin(folder)
         try:
             pair = read_layout(here, find_shard(here, shard.index), 0)
-            verify_pair(store.path, pair)
-            pair_map(store.path, pair).unlink()
+            verify_pair(folder, pair)
+            pair_map(folder, pair).unlink()
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False

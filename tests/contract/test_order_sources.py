@@ -55,13 +55,13 @@ JOBS = {
     "train": {"split": "train", "validation_fraction": FRACTION},
 }
 REFUSED = {
-    ("lease", "filter"): r"documents: expected none with scheduler=, got .*leave it out",
-    ("lease", "filter_best_fit"): r"documents: expected none with scheduler=, got .*leave it out",
-    ("lease", "drop_last"): "drop_last: expected none with scheduler=.*Leave it out",
-    ("lease", "growing"): "global_batch_size: expected none with scheduler=.*Leave it out",
-    ("owned", "mixture"): r"assignment='owned': expected one dataset.*Use assignment='global'",
-    ("owned", "drop_last"): "assignment='owned': expected .* no drop_last, got others. Use assignment='global'",
-    ("owned", "growing"): "assignment='owned': expected .* one batch size .*Use assignment='global'",
+    ("lease", "filter"): r"documents=Doc.* is not supported with scheduler=.*leave it out",
+    ("lease", "filter_best_fit"): r"documents=Doc.* is not supported with scheduler=.*leave it out",
+    ("lease", "drop_last"): "drop_last=True is not supported with scheduler=.*Leave it out",
+    ("lease", "growing"): r"global_batch_size=\[\[0, .* is not supported with scheduler=.*Leave it out",
+    ("owned", "mixture"): r"dataset=Mixture.* is not supported with assignment='owned'. Use assignment='global'",
+    ("owned", "drop_last"): "drop_last=True is not supported with assignment='owned'. Use assignment='global'",
+    ("owned", "growing"): r"global_batch_size=\[\[0, .* with assignment='owned'. Use assignment='global'",
 }
 
 
@@ -183,13 +183,13 @@ def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tup
 
 
 LEASED = {
-    "epochs: expected none with scheduler=, got 2. .*leave it out": {"epochs": 2},
-    "shuffle: expected none .*leave it out": {"shuffle": False},
-    "seed: expected none .*leave it out": {"seed": 3},
-    "rank, world_size: expected none .*Leave it out": {"rank": 0, "world_size": 2},
-    "order: expected none .*Leave it out": {"order": {"lanes": 2}},
-    "global_batch_size: expected none .*Leave it out": {"batch_size": None, "global_batch_size": 4},
-    "batch_size: expected a number with scheduler=": {"batch_size": None},
+    "epochs=2 is not supported with scheduler=.*leave it out": {"epochs": 2},
+    "shuffle=False is not .*leave it out": {"shuffle": False},
+    "seed=3 is not .*leave it out": {"seed": 3},
+    "rank=0 is not .*Leave it out": {"rank": 0, "world_size": 2},
+    "order=OrderOptions.* is not .*Leave it out": {"order": {"lanes": 2}},
+    "global_batch_size=4 is not .*Leave it out": {"batch_size": None, "global_batch_size": 4},
+    "batch size: expected one of batch_size": {"batch_size": None},
     "scheduler: expected a dataset forebay://NETWORK/NAME": {"dataset": "DIRECTORY"},
     "scheduler: expected 'host:port' or 'auto', got": {"scheduler": {"x": "127.0.0.1:1"}},
     "seq_len: expected that of the job web, 16, got 8. Change the Loader's arguments, or start a job": {"seq_len": 8},

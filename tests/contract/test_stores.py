@@ -20,7 +20,8 @@ class StoreContract:
         with store.open("a/x.bin") as file:
             file.write(b"0123456789")
             assert not store.exists("a/x.bin")
-        store.write("a/y", [b"12", b"345"])
+        store.write("a/y", [b"12", b"345"], flush=False)
+        assert store.as_uri().endswith(store.url) and (store.folder is None) == (store.as_uri() == store.url)
         assert store.read("a/x.bin") == b"0123456789" and store.size("a/y") == 5
         assert store.sizes() == {"a/x.bin": 10, "a/y": 5} == store.sizes("a/")
         assert store.sizes("a/x") == {"a/x.bin": 10} and store.sizes("b/") == {}

@@ -83,10 +83,10 @@ def test_a_killed_writer_leaves_no_object(store: Store) -> None:
 
 def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     store = BucketStore(f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}")
-    store.check()
-    monkeypatch.setattr(server.faults, "overwrites", True)
-    with pytest.raises(UsageError, match="expected a bucket that refuses to overwrite"):
-        store.check()
+    with store.locked(shared=True):
+        monkeypatch.setattr(server.faults, "overwrites", True)
+    with pytest.raises(UsageError, match="expected a bucket that refuses to overwrite"), store.locked(shared=True):
+        pass
     assert store.sizes() == {}
 
 

@@ -104,9 +104,10 @@ def test_the_rank_is_that_of_the_launcher_that_started_the_process(
     assert ("no step of the job started it" in caplog.text) == is_told
     for pair in variables.split():
         monkeypatch.delenv(pair.partition("=")[0])
-    monkeypatch.setenv("SLURM_PROCID", "9")
-    with pytest.raises(UsageError, match="rank"):
-        rank_of_world(None, None)
+    for wrong in ("9", "x"):
+        monkeypatch.setenv("SLURM_PROCID", wrong)
+        with pytest.raises(UsageError, match="SLURM_PROCID"):
+            rank_of_world(None, None)
 
 
 def descriptors() -> int:

@@ -7,7 +7,7 @@ A dataset keeps at most 64 slices mapped; arrays that callers keep stay valid.
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +26,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceI
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
+from forebay.maps import release_pages
 
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
 _COMPANIONS = (
@@ -70,13 +71,23 @@ class Dataset:
     """
 
     max_open_slices = 64
+    is_local = True
+    """Whether its slices are files of this machine, which are read in place."""
+    has_peers = False
+    """Whether nodes of a network serve it: readers may share its slices with each other."""
+    has_hashes = True
+    """Whether slices and their chunks have hashes, which `verify` compares with their bytes."""
+    format = "safetensors"
+    files: Sequence[Path] = ()  # Of another tool's format.
+    left_out: Sequence[str] = ()  # Columns of its source that are not in it.
     _num_hashers = 4
 
     def __init__(
         self, path: Path, manifest: Manifest, table: SliceTable, id: str, verified: VerifiedChunks | None = None
     ) -> None:
         self.path = path
-        self.url = str(path)  # Of a remote dataset its URL, for messages.
+        self.url = str(path)
+        """The path or URL by which another process opens it."""
         self.manifest = manifest
         self.table = table
         self.id = id
@@ -88,7 +99,7 @@ class Dataset:
         totals = f"{self.manifest.rows:,} rows"
         if self.manifest.layout == "tokens":
             totals = f"{self.num_tokens:,} tokens in {len(self):,} documents"
-        location = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, path={str(self.path)!r}"
+        location = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, url={self.url!r}"
         return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {location})"
 
     def _repr_html_(self) -> str:
@@ -183,10 +194,8 @@ class Dataset:
 
     def read_slice(self, index: int) -> Slice:
         """As `open_slice`, without caching: for reading once, from end to end."""
-        row = self.table.row(index)
         opened = self.map_slice(index)
-        if self._verified is not None:
-            self._verified.verify(index, opened.path, row, lambda: self.leaves(index))
+        self.verify_chunks(index)
         return opened
 
     def map_slice(self, index: int) -> Slice:
@@ -199,14 +208,22 @@ class Dataset:
         self.check_slice(row, opened)
         return opened
 
+    def release(self, index: int, opened: Slice) -> None:
+        """Release the pages of slice `index`, which is `opened`; views of it stay valid, and are read again."""
+        release_pages(opened.tokens)
+
+    def first_token(self, index: int) -> int:
+        """The place of a slice's first token in its file."""
+        return 0
+
     def is_verified(self, index: int) -> bool:
         """Whether every byte of a slice was hashed since its file changed, or none is to be."""
         return self._verified is None or self._verified.is_verified(
             index, self.slice_path(index), self.table.row(index)
         )
 
-    def verify_chunks(self, index: int, first: int, last: int) -> None:
-        """Hash chunks [first, last) of a slice unless they were. Raises DatasetError if one is damaged."""
+    def verify_chunks(self, index: int, first: int = 0, last: int | None = None) -> None:
+        """Hash chunks [first, last) of a slice, or all, unless they were. Raises DatasetError if one is damaged."""
         if self._verified is not None:
             row = self.table.row(index)
             self._verified.verify(index, self.slice_path(index), row, lambda: self.leaves(index), first, last)

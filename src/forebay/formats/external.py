@@ -68,7 +68,7 @@ class ExternalDataset(Dataset, ABC):
     """
 
     max_open_slices = 16  # Small, as some slices are copies; a slice that is in use stays open anyway.
-    left_out: tuple[str, ...] = ()  # Columns of its source that are not in it.
+    has_hashes = False
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ExternalDataset(Dataset, ABC):
         parts: Sequence[ExternalSlice],
         settings: dict[str, Any] | None = None,
     ) -> None:
-        self.kind, self.files, self.parts = kind, list(files), list(parts)
+        self.format, self.files, self.parts = kind, list(files), list(parts)
         self._marks = list(marks)
         self._maps: OrderedDict[Path, U8] = OrderedDict()
         self._map_lock = threading.Lock()
@@ -105,7 +105,7 @@ class ExternalDataset(Dataset, ABC):
         """As of Forebay's own datasets, and `format`: the format's name."""
         checked = "sizes, index and samples of the bytes; `forebay verify` reads all"
         left_out = {"left out": ", ".join(self.left_out)} if self.left_out else {}
-        return {**super().describe(), "format": self.kind, "checked": checked, **left_out}
+        return {**super().describe(), "format": self.format, "checked": checked, **left_out}
 
     def slice_path(self, index: int) -> Path:
         """The file that holds slice `index`. Raises UsageError if it is outside [0, num_slices)."""
@@ -123,8 +123,11 @@ class ExternalDataset(Dataset, ABC):
         part = self._part(index)
         return self._checked(part, *self._read(part))
 
-    def release(self, index: int) -> None:
-        """Release the memory of the map of slice `index`'s file; views of it stay valid, and are read again."""
+    def first_token(self, index: int) -> int:
+        return self.parts[index].start
+
+    def release(self, index: int, opened: Slice) -> None:
+        """As of Forebay's own datasets; the pages of the whole file, which has one map."""
         with self._map_lock:
             memory = self._maps.get(self.slice_path(index))
         if memory is not None:

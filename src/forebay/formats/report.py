@@ -16,7 +16,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import TableSource
-from forebay.formats.external import TOKEN_COLUMNS, ExternalDataset
+from forebay.formats.external import TOKEN_COLUMNS
 
 _MAX_FINDINGS = 1000  # Of one file or dataset.
 _FETCH = "fetch or write it again"
@@ -143,7 +143,7 @@ class Report:
         return {"path": str(self.path), **values, "facts": self.metadata, "findings": findings}
 
 
-def check_external(report: Report, open_dataset: Callable[[], ExternalDataset]) -> None:
+def check_external(report: Report, open_dataset: Callable[[], Dataset]) -> None:
     """Add to a report what an external dataset holds: what contradicts its index and hashes, then its tokens."""
     try:
         dataset = open_dataset()
@@ -208,7 +208,7 @@ def check_slices(report: Report, dataset: Dataset) -> None:
         except DatasetError as error:
             report.add_finding("damaged", name, str(error))
             continue
-        add_slice(report, opened, dataset.parts[index].start if isinstance(dataset, ExternalDataset) else 0)
+        add_slice(report, opened, dataset.first_token(index))
 
 
 def choose_slices(num_slices: int, num_bytes: int, report: Report) -> Iterator[int]:

@@ -22,7 +22,7 @@ from forebay.arrays import U64, Array
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
-from forebay.formats import ExternalDataset, dataset_format, open_external, open_token_files
+from forebay.formats import dataset_format, open_external, open_token_files
 from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import ConvertOptions, Position, TableSource, TokenPart, TokenSource, Written
 from forebay.formats.detect import Detection, detect
@@ -33,7 +33,6 @@ from forebay.formats.saved_arrow import check_split
 from forebay.formats.tables import TableDigest, flatten, leaf_type
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
-from forebay.maps import release_pages
 from forebay.storage.addresses import is_url
 from forebay.storage.listing import Skipped, list_files
 from forebay.storage.origins import open_remote
@@ -144,33 +143,25 @@ def open_tokens(path: str | Path, options: ConvertOptions) -> TokenSource | None
 def tokens_of_dataset(dataset: Dataset) -> TokenSource:
     """Return the tokens of an open dataset of layout `tokens`, slice by slice."""
     m = dataset.manifest
-    properties: dict[str, Any] = {"name": m.name}
-    if not isinstance(dataset, ExternalDataset):
-        properties |= {"tokenizer": m.tokenizer, "vocab_size": m.vocab_size, "eos_id": m.eos_id, "id": dataset.id}
-    else:
-        properties |= {"left_out": dataset.left_out}
+    properties: dict[str, Any] = {"name": m.name, "tokenizer": m.tokenizer, "vocab_size": m.vocab_size}
+    properties |= {"eos_id": m.eos_id, "id": dataset.id if dataset.has_hashes else "", "left_out": dataset.left_out}
     metadata = {key: value for key, value in properties.items() if value or (key == "eos_id" and value is not None)}
 
     def read(position: Position | None) -> Iterator[tuple[Position | None, TokenPart]]:
         for index in range(position[0] if position else 0, dataset.num_slices):
             opened = dataset.read_slice(index)
-            largest = int(opened.tokens.max(initial=0)) if isinstance(dataset, ExternalDataset) else 0
+            largest = 0 if dataset.has_hashes else int(opened.tokens.max(initial=0))
             if largest >> 31:
                 raise DatasetError(
                     f"{opened.path}: expected token ids in [0, 2**31), got {largest}, or {largest - (1 << 32)}. The "
                     "numbers are of another type, or are no tokens."
                 )
             yield [index], TokenPart(opened.tokens, opened.document_ends)
-            if isinstance(dataset, ExternalDataset):
-                dataset.release(index)
-            else:
-                release_pages(opened.tokens)
+            dataset.release(index, opened)
 
-    name = dataset.kind if isinstance(dataset, ExternalDataset) else "safetensors"
-    files = dataset.files if isinstance(dataset, ExternalDataset) else ()
     return TokenSource(
-        name, m.dtype, dataset.num_tokens, m.documents, lambda: (part for _, part in read(None)), metadata, dataset,
-        parts_from=read, files=files,
+        dataset.format, m.dtype, dataset.num_tokens, m.documents, lambda: (part for _, part in read(None)), metadata,
+        dataset, parts_from=read, files=dataset.files,
     )  # fmt: skip
 
 

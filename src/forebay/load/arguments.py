@@ -69,10 +69,8 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     for argument, name, value, default in zip(("rank", "world_size"), names, (rank, world_size), ("0", "1")):
         text = os.environ.get(name, default) if value is None else value
         try:
-            if isinstance(text, (bool, float)):
-                raise ValueError
-            values.append(int(text))
-        except (TypeError, ValueError):
+            values.append(int(str(text)))  # No bool, no float.
+        except ValueError:
             raise UsageError(
                 f"{argument}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
             ) from None

@@ -95,8 +95,9 @@ class BatchPlanner:
         """Seconds waited for a scheduler."""
         return self.source.scheduler_s
 
-    def batches(self, step: int) -> Generator[NumpyTokens | NumpyRows, None, None]:
-        """The batches from run step `step` to the end of the run."""
+    def batches(self, step: int, stop: int | None) -> Generator[NumpyTokens | NumpyRows, None, None]:
+        """The batches of run steps [step, stop); None for no end. No slice is fetched for later steps."""
+        self.source.num_steps = stop
         self._next_step, self._num_steps = step, self._stride if self._slices.cached else self._plan_steps
         self._run_bytes = _FIRST_RUN_BYTES
         while True:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
+from forebay.closing import Closing
 from forebay.errors import UsageError
 from forebay.load.batch import NumpyRows, NumpyTokens, RowBatch, Style, TokenBatch
+from forebay.load.prefetch import Prefetcher
+from forebay.load.stats import Bottleneck, Callback, Callbacks, Spent, WaitTimes, find_bottleneck
 
 if TYPE_CHECKING:
     from forebay.load.jax import JaxBatches
@@ -18,6 +23,8 @@ if TYPE_CHECKING:
 BatchT = TypeVar("BatchT", covariant=True)
 Convert: TypeAlias = Callable[[Any], Any]
 Batches: TypeAlias = Generator[Any, None, None]
+Opened: TypeAlias = "tuple[Prefetcher[Any], Callable[[], Spent], float]"
+"""A source of batches, what it spent so far, and how soon a batch comes that was ready; see `WaitTimes.end`."""
 
 
 class BatchSource(ABC, Generic[BatchT]):
@@ -96,6 +103,99 @@ class BatchSource(ABC, Generic[BatchT]):
         from forebay.load.jax import JaxBatches
 
         return JaxBatches(self, sharding, prefetch)
+
+
+class RunningSource(Closing, BatchSource[BatchT]):
+    """Batches that are made while a loop asks for them: a Loader, a TextStream. One iteration at a time."""
+
+    step: int
+    """Steps of the run so far, over all passes: of batches that iterating returned."""
+    title: str
+    cache_bytes = 0  # Limit of the cache; 0 without one.
+    settings = ""
+    """The settings that are not their default, as text."""
+
+    def _reset(self) -> None:
+        """Make everything that iterating changes."""
+        self.waits, self._callbacks = WaitTimes(), Callbacks(self)
+        self._iteration = 0
+        self._source: Prefetcher[Any] | None = None
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Times in seconds, and counts, since this object was made."""
+
+    @abstractmethod
+    def pass_of(self, step: int) -> tuple[int, int | None]:
+        """The steps [start, stop) of the pass that a step belongs to; stop is None without an end."""
+
+    @abstractmethod
+    def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
+        """Begin to make batches at the present step."""
+
+    @abstractmethod
+    def _receive(self, item: Any) -> Any:
+        """Count an item of the source as received, and return its batch; None if it cannot be used any more."""
+
+    def _pause(self) -> None:
+        """End the thread that makes batches ahead. An iteration goes on from the present step."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
+        self._pause()
+        self._iteration += 1
+        iteration, waits, callbacks, clock = self._iteration, self.waits, self._callbacks, time.perf_counter
+        never = math.inf  # As a local name it outlives the modules when Python ends within the loop.
+        waits.asked_at = clock()
+        try:
+            while True:
+                if iteration != self._iteration:
+                    name = type(self).__name__
+                    raise UsageError(f"{name}: this iteration ended when another began. Open another {name} for two.")
+                source = self._source
+                if source is None:
+                    self._pause()  # In a forked child, the plans are still the parent's.
+                    source, spent, ready_s = self._open(convert, prefetch, num_workers)
+                    self._source, waits.spent = source, spent()
+                item = next(source, None)
+                batch = None if item is None else self._receive(item)
+                if batch is None and item is not None:
+                    continue
+                received_at = waits.end(spent(), ready_s)
+                if item is None:
+                    return
+                del item
+                yield batch
+                del batch  # Its memory is free for the next one.
+                self.commit()
+                if callbacks.functions:
+                    callbacks.call(self.step)
+                waits.asked_at = asked_at = clock()
+                waits.busy_s += asked_at - received_at
+        finally:
+            waits.asked_at = never
+            if iteration == self._iteration:
+                self._pause()
+
+    def commit(self) -> None:
+        """Count the last batch as used, before the next one is asked for: before a checkpoint, or a `break`.
+
+        For a loader with `scheduler`; without one nothing is done.
+        """
+
+    def bottleneck(self) -> Bottleneck | None:
+        """The main cause of waiting since this object was made; None below 5 % of the time."""
+        return find_bottleneck(self.waits.seconds, time.perf_counter() - self.waits.started_at)
+
+    def add_callback(self, fn: Callback, every_steps: int = 50) -> None:
+        """Call `fn(metrics, step)` every so many steps, in the loop's thread; see `forebay.callbacks` for loggers.
+
+        Metrics are of the steps since the last call: `tokens_per_s` (or `samples_per_s`), `wait_share` (the fraction of
+        the time spent waiting for batches) and `wait_CAUSE_share`; and `epoch`, `samples`, `tokens` of the run so far.
+        """
+        self._callbacks.add(fn, every_steps)
 
 
 class Take(BatchSource[BatchT]):

@@ -17,11 +17,11 @@ from forebay.errors import NetworkError, UsageError
 from forebay.fetch.cache import ChunkCache
 from forebay.fetch.chunk_file import MapLayout, round_up
 from forebay.fetch.feed import CacheSettings
-from forebay.formats import ExternalDataset
 from forebay.machine import memory_bytes, user_cache
 
 if TYPE_CHECKING:
     from forebay.fetch.engine import Sources
+    from forebay.load.options import LoaderConfig
     from forebay.swarm.reader import SwarmMember
     from forebay.swarm.share import SliceShare
 
@@ -30,23 +30,22 @@ _SWARM_DOWNLOADS = 8
 _log = logging.getLogger("forebay")
 
 
-def resolve_cache(
-    datasets: Sequence[Dataset], *, cache_dir: str | Path | None, cache_bytes: int | None, connections: int,
-    readahead_bytes: int | None, share: bool | str, verify: bool, keep: str = "budget",
-) -> tuple[list[bool], CacheSettings | None]:  # fmt: skip
-    """Whether the slices of each dataset are cached, and the settings if any are, from the Loader's arguments.
+def resolve_cache(datasets: Sequence[Dataset], config: LoaderConfig) -> tuple[list[bool], CacheSettings | None]:
+    """Whether the slices of each dataset are cached, and the settings if any are.
 
     Raises:
-        UsageError: If an argument does not fit a dataset or this machine.
+        UsageError: If a setting of the Loader does not fit a dataset or this machine.
     """
-    cached = []
+    cached, options, cache_bytes, listen = [], config.cache, config.cache_bytes, config.network.listen
+    share: bool | str = config.scheduler is None and (listen == "auto" or listen or False)
+    cache_dir = "ram" if options.tier == "ram" else config.cache_dir
     for dataset in datasets:
-        cached.append(hasattr(dataset, "origin") or cache_dir is not None)
-        if share and not dataset.url.startswith("forebay://"):
-            raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {dataset.url}. Leave it out.")
-        if not isinstance(dataset, ExternalDataset):
+        cached.append(not dataset.is_local or cache_dir is not None)
+        if share and not dataset.has_peers:
+            raise UsageError(f"listen: expected datasets of forebay://NETWORK/NAME, got {dataset.url}. Leave it out.")
+        if dataset.has_hashes:
             continue
-        if verify:
+        if options.verify == "open":
             raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
         if cached[-1]:
             raise UsageError(
@@ -61,7 +60,7 @@ def resolve_cache(
             "or give a cache_dir to cache its slices (for a slow mount)."
         )
     directory = cache_dir or user_cache() / "slices"
-    if keep == "all":
+    if options.keep == "all":
         tables = [dataset.table for dataset, is_cached in zip(datasets, cached) if is_cached]
         sizes = [(size, table.chunk_bytes) for table in tables for size in table.bytes.tolist()]
         needed = sum(round_up(size) + MapLayout(size, chunk_bytes).disk_bytes for size, chunk_bytes in sizes)
@@ -72,7 +71,8 @@ def resolve_cache(
             )
         cache_bytes = needed if cache_bytes is None else cache_bytes
     budget = _check_budget(directory, cache_bytes)
-    return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share, keep)
+    connections = config.network.connections
+    return cached, CacheSettings(directory, budget, connections, options.readahead_bytes, share, options.keep)
 
 
 def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
@@ -101,12 +101,11 @@ class Origins:
         self._origins: dict[int, Sources] = {}  # By number of the dataset.
 
     def origin(self, key: int) -> Sources:
-        from forebay.storage.origins import open_origin
+        from forebay.storage.origins import origin_of
 
         number = int(np.searchsorted(self._first_key, key, "right")) - 1
         if number not in self._origins:
-            dataset = self._datasets[number]
-            self._origins[number] = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
+            self._origins[number] = origin_of(self._datasets[number])
         return self._origins[number]
 
     def release(self, key: int, is_complete: bool) -> None:

@@ -29,7 +29,7 @@ class TokenText:
 
 def describe(loader: Any) -> dict[str, str]:
     """The description of a loader by name; see `Loader.describe`."""
-    run, order, options = loader.run, loader.run.orders[0], loader.plan.options
+    run, order, config = loader.run, loader.order, loader.config
     unit = "rows" if loader.seq_len is None else f"samples of {loader.seq_len} tokens"
     fields: dict[str, str] = {}
     for name, dataset, index in zip(loader.datasets, loader.datasets.values(), loader.plan.indexes):
@@ -45,11 +45,11 @@ def describe(loader: Any) -> dict[str, str]:
     fields["rank"] = f"{loader.rank} of {loader.world_size}"
     fields["position"] = f"epoch {loader.epoch}, step {loader.step:,} of {_limit(run.num_steps)}"
     if loader.mixture is None:
-        fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; {_limit(options.epochs)} epochs in a pass"
+        fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; {_limit(config.epochs)} epochs in a pass"
     elif run.num_steps is not None:
         fields["repeats"] = ", ".join(f"{name} {n:.2f} times" for name, n in _repeats(loader).items())
-    fields["order"] = f"{order}, seed {order.seed}, assignment {options.order.assignment}"
-    fields["packing"] = f"{options.packing}, document masks {'on' if loader.plan.has_masks else 'off'}"
+    fields["order"] = f"{order}, seed {order.seed}, assignment {config.order.assignment}"
+    fields["packing"] = f"{config.packing}, document masks {'on' if config.has_masks else 'off'}"
     tail = loader.tail_tokens
     if tail:
         fields["tail"] = f"{tail:,} tokens an epoch in no sample"
@@ -62,7 +62,7 @@ def _describe_jobs(loader: Any) -> dict[str, str]:
         "position": f"epoch {loader.epoch}, step {loader.step:,} of {_limit(loader.run.num_steps)} of this worker",
         "order": "as leases are granted: "
         + ", ".join(f"job {job.job_id[:12]} of {job.name} at {job.scheduler.addresses()[0]}" for job in jobs.values()),
-        "packing": f"{loader.plan.options.packing}, document masks {'on' if loader.plan.has_masks else 'off'}",
+        "packing": f"{loader.config.packing}, document masks {'on' if loader.config.has_masks else 'off'}",
         "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}",
     }
 
@@ -92,7 +92,7 @@ def _traffic(loader: Any) -> dict[str, str]:
     parts = loader.plan.footprints(settings)
     needs, ratio = [part.nodes[0] for part in parts], max(fetch_ratios(parts, settings.budget_bytes))
     fetched, opened = sum(need.epoch_bytes for need in needs), sum(need.open_bytes for need in needs)
-    verified = loader.plan.options.cache.verify
+    verified = loader.config.cache.verify
     return {
         "fetched": f"{format_bytes(fetched)} by a node in an epoch; by all {ratio:.2f} times the dataset",
         "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}; {format_bytes(opened)} of it "

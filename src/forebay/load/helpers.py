@@ -182,7 +182,9 @@ def _serve(
                 if message != _CREDIT:
                     return message
                 num_sent -= 1
-            if not writer.send(batches, size, lambda: (iteration, None, loader.network_s, loader.disk_s)):
+            if not writer.send(
+                batches, size, lambda: (iteration, None, loader.planner.network_s, loader.planner.disk_s)
+            ):
                 return _next_command(connection)
             num_sent += 1
     raise AssertionError("messages end with an empty one")

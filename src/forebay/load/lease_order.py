@@ -131,10 +131,10 @@ class LeaseOrder:
     every = 0, 1
 
     def __init__(
-        self, slices: LeaseSlices, indexes: Sequence[SampleIndex], batch_size: int, mixture: MixtureOrder | None,
-        num_steps: int | None,
-    ) -> None:  # fmt: skip
-        self._slices, self._batch_size, self._mixture, self.num_steps = slices, batch_size, mixture, num_steps
+        self, slices: LeaseSlices, indexes: Sequence[SampleIndex], batch_size: int, mixture: MixtureOrder | None
+    ) -> None:
+        self._slices, self._batch_size, self._mixture = slices, batch_size, mixture
+        self.num_steps: int | None = None
         self._first_key = np.cumsum([0, *(len(index.counts) for index in indexes)])
         self._counts = [index.counts for index in indexes]
         self._first_ids = np.concatenate([index.bases + index.offsets for index in indexes])

@@ -6,36 +6,30 @@ numbers, and maps of the slices that are read, which are pages of the page cache
 
 from __future__ import annotations
 
-import copy
+import inspect
 import logging
-import math
-import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
 from forebay import html
-from forebay.closing import Closing
 from forebay.dataset.documents import Document
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
-from forebay.load.batch_source import Batches, BatchSource, BatchT, Convert, Take
-from forebay.load.environment import LoaderArguments, add_environment, close_at_exit, write_stats
+from forebay.load.batch_source import Batches, BatchT, Convert, Opened, RunningSource, Take
+from forebay.load.environment import close_at_exit, write_stats
 from forebay.load.helpers import HelperPool
-from forebay.load.lease_plan import make_lease_state, step_of_lease_state
-from forebay.load.loader_plan import LoaderPlan
-from forebay.load.options import CacheOptions, NetworkOptions, OrderOptions, SampleOptions
+from forebay.load.loader_plan import LoaderPlan, make_lease_state, step_of_lease_state
+from forebay.load.options import LoaderArguments, LoaderConfig, changed
 from forebay.load.prefetch import Prefetcher
-from forebay.load.sources import DatasetSource, Mixture, portable_source
+from forebay.load.sources import DatasetSource, Mixture
 from forebay.load.state import make_state, step_of_state
-from forebay.load.stats import Bottleneck, Callback, Callbacks, WaitTimes, find_bottleneck
+from forebay.load.stats import Spent
 from forebay.order.growth import grow
-from forebay.order.run import Run
 from forebay.order.step_index import check_integer
 from forebay.storage.locks import at_fork
 
@@ -43,7 +37,7 @@ _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
 
 
-class Loader(Closing, BatchSource[BatchT]):
+class Loader(RunningSource[BatchT]):
     """Batches of one rank, as an iterable: of `TokenBatch` with `seq_len`, else of `RowBatch`.
 
     One `for` gives what remains of the current pass of `epochs` epochs. After a full pass the next `for` begins the
@@ -104,51 +98,48 @@ class Loader(Closing, BatchSource[BatchT]):
         **arguments: Unpack[LoaderArguments],
     ) -> None: ...  # fmt: skip
     def __init__(
-        self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None,
-        batch_size: int | None = None, global_batch_size: int | Sequence[tuple[int, int]] | None = None,
-        rank: int | None = None, world_size: int | None = None, seed: int = 0, shuffle: bool = True,
-        epochs: int | None = 1, steps: int | None = None, packing: str = "concat", document_masks: bool = False,
-        split: str | None = None, cache_dir: str | Path | None = None, cache_bytes: int | None = None,
-        scheduler: str | Mapping[str, str] | None = None, order: OrderOptions | None = None,
-        cache: CacheOptions | Literal["disk", "ram"] | None = None, network: NetworkOptions | None = None,
-        samples: SampleOptions | None = None,
+        self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None, packing: str = "concat",
+        document_masks: bool = False, **arguments: Unpack[LoaderArguments],
     ) -> None:  # fmt: skip
-        self.arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        """As they were given, or of the environment."""
-        if dataset is None:
-            self.arguments = add_environment(self.arguments, Loader.__init__.__kwdefaults__ or {})
-        plan = self.plan = LoaderPlan(self.arguments)
-        self.rank, self.world_size, self.seq_len = plan.rank, plan.world_size, plan.seq_len
-        self.datasets, self.mixture, self.run, self.order = plan.datasets, plan.mixture, plan.run, plan.run.orders[0]
-        self._epochs = None if plan.mixture is not None or plan.jobs else self.arguments["epochs"]
-        self._step, self._shares, self._identity = 0, True, plan.identity
-        factor = self.world_size if plan.is_owned else 1
-        self.global_batch_sizes = [(step, size * factor) for step, size in self.run.batches.changes]
-        self._reset()
+        config = LoaderConfig(
+            dataset, seq_len, packing=packing, document_masks=document_masks, **arguments,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self._start(config)
         self._reporting_pid = close_at_exit(self) if dataset is None else 0
 
+    __signature__ = inspect.signature(LoaderConfig)
+
+    def _start(self, config: LoaderConfig) -> None:
+        self.config, self._reporting_pid = config, 0
+        plan = self.plan = LoaderPlan(config)
+        self.rank, self.world_size, self.seq_len = plan.rank, plan.world_size, plan.seq_len
+        self.datasets, self.mixture, self.run, self.order = plan.datasets, plan.mixture, plan.run, plan.run.orders[0]
+        self._epochs = None if plan.mixture is not None or plan.jobs else config.epochs
+        self.step, self._shares, self._identity = 0, True, plan.identity
+        self.title = "mixture" if plan.mixture is not None else plan.dataset.name
+        self.cache_bytes = 0 if plan.cache is None else plan.cache.budget_bytes
+        factor = self.world_size if config.is_owned else 1
+        self.global_batch_sizes = [(step, size * factor) for step, size in self.run.batches.changes]
+        self._reset()
+
     def _reset(self) -> None:
-        """Make everything that iterating changes."""
-        self.waits = WaitTimes()
-        self._iteration = 0
-        self._source: Prefetcher[Any] | None = None
+        super()._reset()
         self._pool: HelperPool | None = None
         self._of_parent: object = None
         at_fork(self)
-        self._received, self._samples_of = {"batches": 0, "samples": 0}, [0] * len(self.datasets)
-        self._callbacks = Callbacks(self)
+        self._num_batches, self._samples_of = 0, [0] * len(self.datasets)
         self._text = display.TokenText(self.dataset)
         self._make_planner((0, 1))
 
     def _make_planner(self, every: tuple[int, int]) -> None:
-        self._pass, self._every = _Pass(self.run), every
-        opened = self.plan.open_slices(self._pass, every, self._shares, self.stats)  # type: ignore[arg-type]
-        self._slices, self._planner, self.leases = opened
+        self._every = every
+        opened = self.plan.open_slices(self.run, every, self._shares, self.stats)
+        self._slices, self.planner, self.leases = opened
         """`leases`: the leased samples; None without `scheduler`."""
 
     def __len__(self) -> int:
         """Batches of a full `for` at the loader's position. Raises TypeError where it has no end."""
-        start, stop = self.pass_of(self._step)
+        start, stop = self.pass_of(self.step)
         if self.leases is not None:
             raise TypeError("len: expected a loader without scheduler=: how many batches a worker gets is not known.")
         if stop is None:
@@ -156,14 +147,9 @@ class Loader(Closing, BatchSource[BatchT]):
         return stop - start
 
     @property
-    def step(self) -> int:
-        """Steps of the run so far, over all passes: of batches that iterating returned."""
-        return self._step
-
-    @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0; 0 for a mixture."""
-        return self.run.progress(self._step).epoch if self.leases is None else self.leases.epoch
+        return self.run.progress(self.step).epoch if self.leases is None else self.leases.epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -199,13 +185,16 @@ class Loader(Closing, BatchSource[BatchT]):
         return bisect_left(range(end), epoch, key=lambda step: self.run.progress(step).epoch)
 
     def pass_of(self, step: int) -> tuple[int, int | None]:
-        """The steps [start, stop) of the pass that a step belongs to; stop is None without an end."""
+        return self._epochs_of(step, self._epochs)
+
+    def _epochs_of(self, step: int, epochs: int | None) -> tuple[int, int | None]:
+        """The steps of a step's pass of so many epochs; None for the whole run."""
         end = self.run.num_steps
-        if self._epochs is None:
+        if epochs is None:
             return 0, end
         last = step if end is None else min(step, end - 1)
-        first = self.run.progress(last).epoch // self._epochs * self._epochs
-        return self._first_step(first), self._first_step(first + self._epochs)
+        first = self.run.progress(last).epoch // epochs * epochs
+        return self._first_step(first), self._first_step(first + epochs)
 
     def take(self, n: int | None = None) -> Take[BatchT]:
         """The first `n` batches of the current epoch (None: all of it), as an iterable that gives them each time.
@@ -216,93 +205,37 @@ class Loader(Closing, BatchSource[BatchT]):
         check_integer("n", n, 0)
         if self.leases is not None:
             raise UsageError("take: expected a loader without scheduler=: a leased sample is used once, by one worker.")
-        other = copy.copy(self)
-        other._epochs = None if self.mixture is not None else 1
-        start, stop = other.pass_of(self._step)
+        epochs = None if self.mixture is not None else 1
+        start, stop = self._epochs_of(self.step, epochs)
         if n is None and stop is None:
             raise TypeError("take: expected a number of batches of a mixture without an end. Give n, or steps=.")
 
         def open_batches(convert: Convert | None, prefetch: int | None) -> Batches:
-            view = copy.copy(other)
-            view._step, view._shares = start, False
+            view: Loader[BatchT] = type(self).__new__(type(self))
+            vars(view).update(vars(self), step=start, _epochs=epochs, _shares=False, _reporting_pid=0)
             view._reset()
             with view:
                 yield from view.iterate(convert, prefetch)
 
-        batches = [size for size in (n, None if stop is None else stop - start) if size is not None]
-        return Take(self, open_batches, min(batches))
+        return Take(self, open_batches, min(size for size in (n, stop and stop - start) if size is not None))
 
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
-        leases = self.leases
-        if leases is not None and num_workers:
+        if self.leases is not None and num_workers:
             raise UsageError(
                 f"num_workers: expected 0 with scheduler=, got {num_workers}: a batch counts as used in "
                 "the process that leases. Use prefetch, or SampleOptions.prefetch_batches."
             )
-        self._pause()
-        self._iteration += 1
-        iteration, depth = self._iteration, self.plan.options.samples.prefetch_batches if prefetch is None else prefetch
-        clock, waits, received, callbacks = time.perf_counter, self.waits, self._received, self._callbacks
-        never = math.inf  # As a local name it outlives the modules when Python ends within the loop.
-        ready_s = _READY_S if depth or num_workers else 0.0
-        if self.run.num_steps is not None and self._step >= self.run.num_steps:
+        if self.run.num_steps is not None and self.step >= self.run.num_steps:
             _log.warning(
                 "Loader: all %d steps of the run are done: this loop gets no batch. Give more steps=, or load a state.",
                 self.run.num_steps,
             )
-        maker = self._helpers(num_workers) if num_workers else self._planner
-        network_s, disk_s, scheduler_s, device_s = maker.network_s, maker.disk_s, maker.scheduler_s, 0.0
-        waits.asked_at = asked_at = clock()
-        try:
-            while True:
-                if iteration != self._iteration:
-                    raise UsageError("Loader: this iteration ended when another began. Open another Loader for two.")
-                source = self._source
-                if source is None:
-                    self._pause()  # In a forked child, the plans are still the parent's.
-                    source, device_s = self._batches(num_workers, depth, convert), 0.0
-                item = next(source, None)
-                if leases is not None and item is not None and not leases.deliver(item[0]):
-                    self._pause()  # A lease of it was lost: what was formed ahead is formed again.
-                    continue
-                received_at = clock()
-                wait_s = received_at - asked_at
-                rest = "queue" if wait_s < ready_s else "decode"
-                waits.add(
-                    wait_s, maker.network_s - network_s, maker.disk_s - disk_s, source.convert_s - device_s, rest,
-                    maker.scheduler_s - scheduler_s,
-                )  # fmt: skip
-                network_s, disk_s, device_s = maker.network_s, maker.disk_s, source.convert_s
-                scheduler_s = maker.scheduler_s
-                waits.asked_at = never
-                if received_at > waits.check_at:
-                    waits.check(received_at)
-                if item is None:
-                    return
-                step, counts, batch = item
-                self._step = step + 1
-                received["batches"] += 1
-                received["samples"] += counts if isinstance(counts, int) else len(counts)
-                if not isinstance(counts, int):
-                    for index, count in enumerate(np.bincount(counts, minlength=len(self.datasets)).tolist()):
-                        self._samples_of[index] += count
-                del item
-                yield batch
-                del batch  # Its memory is free for the next one.
-                if leases is not None:
-                    leases.commit()
-                if callbacks.functions:
-                    callbacks.call(self._step)
-                waits.asked_at = asked_at = clock()
-                waits.busy_s += asked_at - received_at
-        finally:
-            waits.asked_at = never
-            if iteration == self._iteration:
-                self._pause()
+        return super().iterate(convert, prefetch, num_workers)
 
-    def _batches(self, num_workers: int, depth: int, convert: Convert | None) -> Prefetcher[Any]:
-        stop = self.pass_of(self._step)[1]
-        max_documents, text = self.plan.options.samples.max_documents, self._text
+    def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
+        depth = self.config.samples.prefetch_batches if prefetch is None else prefetch
+        maker = self._helpers(num_workers) if num_workers else self.planner
+        max_documents, text = self.config.samples.max_documents, self._text
 
         def finish(batch: Any) -> tuple[int, Any, Any]:
             batch._text = text
@@ -311,19 +244,28 @@ class Loader(Closing, BatchSource[BatchT]):
             counts = len(batch.sample_ids) if batch._dataset_index is None else batch._dataset_index
             return batch.step, counts, batch if convert is None else convert(batch)
 
-        if num_workers:
-            source = self._helpers(num_workers).batches(self._step, stop)
+        source = Prefetcher(maker.batches(self.step, self.pass_of(self.step)[1]), depth, finish, self._slices.pause)
+
+        def spent() -> Spent:
+            return maker.scheduler_s, maker.network_s, maker.disk_s, source.convert_s, 0.0
+
+        return source, spent, _READY_S if depth or num_workers else 0.0
+
+    def _receive(self, item: tuple[int, Any, Any]) -> Any:
+        step, counts, batch = item
+        if self.leases is not None and not self.leases.deliver(step):
+            self._pause()  # A lease of it was lost: what was formed ahead is formed again.
+            return None
+        self.step = step + 1
+        self._num_batches += 1
+        if isinstance(counts, int):
+            self._samples_of[0] += counts
         else:
-            self._planner.source.num_steps = self._pass.num_steps = stop
-            source = self._planner.batches(self._step)
-        self._source = Prefetcher(source, depth, finish, self._slices.pause)
-        return self._source
+            for index, count in enumerate(np.bincount(counts).tolist()):
+                self._samples_of[index] += count
+        return batch
 
     def commit(self) -> None:
-        """Count the last batch as used, before the next one is asked for: before a checkpoint, or a `break`.
-
-        For a loader with `scheduler`; without one nothing is done.
-        """
         if self.leases is not None:
             self.leases.commit()
 
@@ -331,18 +273,7 @@ class Loader(Closing, BatchSource[BatchT]):
         """In a helper process: the batches of steps start + k, start + k + n, ... below `stop`, for `every` (k, n)."""
         if self._every != every:
             self._make_planner(every)
-        self._planner.source.num_steps = self._pass.num_steps = stop
-        return self._planner.batches(start)
-
-    @property
-    def network_s(self) -> float:
-        """Seconds waited for slices in transfer."""
-        return self._planner.network_s
-
-    @property
-    def disk_s(self) -> float:
-        """Seconds waited for pages not in memory."""
-        return self._planner.disk_s
+        return self.planner.batches(start, stop)
 
     def _helpers(self, num_workers: int) -> HelperPool:
         if self._pool is None or self._pool.num_workers != num_workers:
@@ -350,11 +281,6 @@ class Loader(Closing, BatchSource[BatchT]):
                 self._pool.close()
             self._pool = HelperPool(self, num_workers)
         return self._pool
-
-    @property
-    def helper_pids(self) -> list[int]:
-        """Ids of the helper processes that run; empty before the first iteration with `num_workers`."""
-        return [] if self._pool is None else self._pool.pids
 
     def close(self) -> None:
         """Stop sharing, end all threads and processes and drop prefetched batches; iterating starts them again."""
@@ -374,17 +300,13 @@ class Loader(Closing, BatchSource[BatchT]):
         self._source = self._pool = None
 
     def _pause(self) -> None:
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
+        super()._pause()
         self._slices.pause()
-        self._planner.close()
+        self.planner.close()
 
     def __reduce__(self) -> Any:
-        """Pickled as its arguments and its state: another process opens its own maps and threads."""
-        source = portable_source(self.arguments["dataset"])
-        arguments = {**self.arguments, "dataset": source, "rank": self.rank, "world_size": self.world_size}
-        return _reopen, (arguments, self.state_dict())
+        """Pickled as its settings and its state: another process opens its own maps and threads."""
+        return _reopen, (self.config.for_process(self.rank, self.world_size), self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that iterating returned. Plain JSON values.
@@ -392,7 +314,7 @@ class Loader(Closing, BatchSource[BatchT]):
         A loader of any rank and world size with the same global batch can load it. With `scheduler` it has the step and
         the jobs' ids; which samples are used is in the schedulers' ledgers.
         """
-        return self.state_at(self._step)
+        return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state before run step `step`. A running iteration is not changed."""
@@ -413,7 +335,7 @@ class Loader(Closing, BatchSource[BatchT]):
         if self.leases is not None:
             step = step_of_lease_state(state, plan.jobs)
             self._pause()
-            self._step = step
+            self.step = step
             return
         lineages = [dataset.manifest.lineage for dataset in self.datasets.values()]
         run, identity, own_state = grow(state, plan.identity, plan.run, lineages)
@@ -424,7 +346,7 @@ class Loader(Closing, BatchSource[BatchT]):
             self.close()
             self.run, self.order, self._identity = run, run.orders[0], identity
             self._make_planner(self._every)
-        self._step = step
+        self.step = step
 
     def stats(self) -> dict[str, float]:
         """Times in seconds, and counts, since the loader was made.
@@ -437,23 +359,12 @@ class Loader(Closing, BatchSource[BatchT]):
         hash differed), `cached_bytes` (by all that share the cache). What helper processes open is not counted.
         """
         unit, size = ("samples", 1) if self.seq_len is None else ("tokens", self.seq_len)
-        counts = {"tokens": self._received["samples"] * (self.seq_len or 0), "slices_opened": self._planner.num_opened}
+        samples = sum(self._samples_of)
+        counts = {"batches": self._num_batches, "samples": samples, "tokens": samples * (self.seq_len or 0)}
         if self.mixture is not None:
             counts |= {f"{unit}.{name}": size * n for name, n in zip(self.datasets, self._samples_of)}
-        return {**self.waits.to_dict(), **self._received, **counts, **self._slices.stats()}
-
-    def bottleneck(self) -> Bottleneck | None:
-        """The main cause of waiting since the loader was made; None below 5 % of the time."""
-        elapsed_s = time.perf_counter() - self.waits.started_at
-        return find_bottleneck(self.waits.seconds, elapsed_s)
-
-    def add_callback(self, fn: Callback, every_steps: int = 50) -> None:
-        """Call `fn(metrics, step)` every so many steps, in the loop's thread; see `forebay.callbacks` for loggers.
-
-        Metrics are of the steps since the last call: `tokens_per_s` (or `samples_per_s`), `wait_share` (the fraction of
-        the time spent waiting for batches) and `wait_CAUSE_share`; and `epoch`, `samples`, `tokens` of the run so far.
-        """
-        self._callbacks.add(fn, every_steps)
+        opened = {"slices_opened": self.planner.num_opened}
+        return {**self.waits.to_dict(), **counts, **opened, **self._slices.stats()}
 
     def documents(self, batch: Any) -> list[list[Document]]:
         """The documents of each sample of a batch of this loader, whole, with their ids and sources, in order.
@@ -467,28 +378,22 @@ class Loader(Closing, BatchSource[BatchT]):
         """What the loader reads, in lines: datasets, order, bytes that a node fetches and keeps, and defaults."""
         return "\n".join(f"{name + ':':<16} {value}" for name, value in display.describe(self).items())
 
+    @property
+    def settings(self) -> str:  # type: ignore[override]
+        urls = {name: dataset.url for name, dataset in self.datasets.items()}
+        dataset = self.dataset.url if self.mixture is None else replace(self.mixture, datasets=urls)
+        shown = (f"{name}={value!r}" for name, value in (changed(self.config) | {"dataset": dataset}).items())
+        return f"Loader({', '.join(shown)})"
+
     def __repr__(self) -> str:
-        shown = {name: value for name, value in self.arguments.items() if value not in (None, False)}
-        source = self.mixture or self.dataset.url
-        shown = {"dataset": source, **{name: value for name, value in shown.items() if name != "dataset"}}
-        text = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        return f"Loader({text}) at epoch {self.epoch}, step {self._step}, rank {self.rank} of {self.world_size}"
+        return f"{self.settings} at epoch {self.epoch}, step {self.step}, rank {self.rank} of {self.world_size}"
 
     def _repr_html_(self) -> str:
         return html.card("Loader", display.describe(self))
 
 
-class _Pass:
-    """A run that ends where a pass does: no slice is fetched for steps after it."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self.num_steps = run, run.num_steps
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
-
-
-def _reopen(arguments: dict[str, Any], state: dict[str, Any]) -> Loader[Any]:
-    loader: Loader[Any] = Loader(**arguments)
+def _reopen(config: LoaderConfig, state: dict[str, Any]) -> Loader[Any]:
+    loader: Loader[Any] = Loader.__new__(Loader)
+    loader._start(config)
     loader.load_state_dict(state)
     return loader

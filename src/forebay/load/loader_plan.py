@@ -1,4 +1,4 @@
-"""The plan of a loader's run: its datasets, samples, order and cache, from the Loader's arguments, checked.
+"""The plan of a loader's run: its datasets, samples, order and cache, from its settings.
 
 Opens the datasets' descriptions, and reads document ends where packing or lengths decide; no slice otherwise.
 """
@@ -6,45 +6,44 @@ Opens the datasets' descriptions, and reads document ends where packing or lengt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forebay.dataset.reader import Dataset
-from forebay.errors import UsageError
-from forebay.fetch.feed import CacheSettings
-from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
+from forebay.errors import StateError, UsageError
+from forebay.load.arguments import batch_sizes, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch_planner import BatchPlanner, make_collator
+from forebay.fetch.feed import CacheSettings
 from forebay.load.chunk_source import resolve_cache
-from forebay.load.lease_plan import check_arguments, check_job, open_jobs, session_settings
-from forebay.load.options import OPTIONS, as_options
+from forebay.load.options import LoaderConfig
 from forebay.load.order_source import StaticOrder
-from forebay.load.samples import PACKINGS, SPLITS, owned_samples, plan_samples
+from forebay.load.samples import SampleIndex, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
-from forebay.load.sources import as_mixture, open_datasets, subsets_of
+from forebay.load.sources import open_datasets, subsets_of
 from forebay.load.state import run_identity
 from forebay.machine import user_cache
 from forebay.order.bijection import derive_key
 from forebay.order.footprint import Footprint, check_traffic
 from forebay.order.plan import Order, SampleSize
 from forebay.order.run import OwnedRun, Run
-from forebay.order.step_index import check_integer
 
 if TYPE_CHECKING:
     from forebay.lease.job import LeaseJob
     from forebay.load.lease_order import LeaseOrder
 
+_LEASE_STATE_VERSION = 1
 _log = logging.getLogger("forebay")
 
 
 class LoaderPlan:
-    """What a run reads; `arguments` and errors are the Loader's.
+    """What a run reads; errors are the Loader's.
 
     Attributes:
-        options: The arguments, with options objects in place of None.
         datasets: By name in the mixture; of one dataset, "".
         indexes: The samples of each dataset that the run reads.
         run: The samples of each step; without an end except `steps`.
@@ -52,121 +51,91 @@ class LoaderPlan:
         cached, cache: Whether each dataset is cached, and the settings if one is.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        for name in ("seq_len", "epochs", "steps", "cache_bytes"):
-            check_integer(name, arguments[name], 1)
-        options = self.options = SimpleNamespace(**arguments)
-        vars(options).update({name: as_options(name, arguments[name], kind) for name, kind in OPTIONS.items()})
-        _check(options)
+    def __init__(self, config: LoaderConfig) -> None:
+        self._config, self.mixture, self.seq_len = config, config.mixture, config.seq_len
         self.jobs: dict[str, LeaseJob] = {}  # By name of the dataset, with `scheduler`.
-        if options.scheduler is None:
-            self.rank, self.world_size = rank_of_world(options.rank, options.world_size)
-        else:
-            check_arguments(options)
-            self.rank, self.world_size = 0, 1  # Of this worker's own steps.
-        self.is_owned = options.order.assignment == "owned"
-        self.has_masks = bool(options.document_masks) or options.packing == "best_fit"
-        self._open_datasets(options)
-        self._plan_run(options)
-        self._plan_batches(options)
+        self.rank, self.world_size = 0, 1  # With it, of this worker's own steps.
+        if config.scheduler is None:
+            self.rank, self.world_size = rank_of_world(config.rank, config.world_size)
+        self._open_datasets(config)
+        self._plan_run(config)
+        self._plan_batches(config)
 
     @property
     def dataset(self) -> Dataset:
         """The dataset, or the first of a mixture."""
         return next(iter(self.datasets.values()))
 
-    def _open_datasets(self, options: SimpleNamespace) -> None:
-        self.mixture = as_mixture(options.dataset)
-        sources: Mapping[str, Any] = {"": options.dataset} if self.mixture is None else self.mixture.datasets
-        verify: Literal["once", "never"] = "never" if options.cache.verify == "never" else "once"
-        network = options.network
-        if options.scheduler is not None:
-            self.jobs = open_jobs(options, self.mixture)
+    def _open_datasets(self, config: LoaderConfig) -> None:
+        sources, network = config.sources, config.network
+        if config.scheduler is not None:
+            self.jobs = _open_jobs(config)
             sources = {name: job.dataset for name, job in self.jobs.items()}
         self.datasets = open_datasets(
-            sources, network.identity, network.from_urls, verify,
+            sources, network.identity, network.from_urls, "never" if config.cache.verify == "never" else "once",
             allow_different_tokenizers=self.mixture is not None and self.mixture.allow_different_tokenizers,
         )  # fmt: skip
         is_tokens = self.dataset.manifest.layout == "tokens"
-        if is_tokens == (options.seq_len is None):
+        if is_tokens == (self.seq_len is None):
             raise UsageError(
                 f"seq_len: expected a number for a dataset of layout 'tokens' and none for 'rows', got "
-                f"{options.seq_len} for {self.dataset.manifest.layout!r} ({self.dataset.url})."
+                f"{self.seq_len} for {self.dataset.manifest.layout!r} ({self.dataset.url})."
             )
-        self.seq_len: int | None = options.seq_len
-        if self.mixture is not None and options.epochs not in (1, None):
-            raise UsageError(f"epochs: expected none for a mixture, got {options.epochs}. Give steps= instead.")
 
-    def _plan_run(self, options: SimpleNamespace) -> None:
-        sizes = batch_sizes(options.batch_size, options.global_batch_size, self.world_size)
+    def _plan_run(self, config: LoaderConfig) -> None:
+        sizes = batch_sizes(config.batch_size, config.global_batch_size, self.world_size)
         smallest = min(size for _, size in sizes.changes)
         if self.world_size > smallest:
             raise UsageError(
                 f"global_batch_size: expected at least a sample for each of {self.world_size} ranks, got {smallest}. "
                 "Use larger batches, or fewer ranks."
             )
-        drop_last, shuffle, seed = bool(options.samples.drop_last), bool(options.shuffle), int(options.seed)
-        self.indexes = [
-            plan_samples(
-                dataset, self.seq_len, packing=options.packing, documents=documents, split=options.split,
-                validation=options.samples.validation_fraction, cache_dir=user_cache() / "counts",
-            )
-            for dataset, documents in zip(self.datasets.values(), subsets_of(self.mixture, options.samples.documents))
-        ]  # fmt: skip
-        batch, owner, counts = sizes.largest, {}, self.indexes[0].counts
-        if self.is_owned:
-            if self.mixture is not None or drop_last or len(sizes.changes) > 1:
-                raise UsageError(
-                    "assignment='owned': expected one dataset, one batch size and no drop_last, got others. Use "
-                    "assignment='global' for these."
+        mixture, owner, seed = self.mixture, dict[str, Any](), int(config.seed)
+        drop_last, shuffle = bool(config.samples.drop_last), bool(config.shuffle)
+        batch = -(-sizes.largest // self.world_size) if config.is_owned else sizes.largest
+        self.indexes, orders = list[SampleIndex](), list[Order]()
+        subsets = subsets_of(config.sources, config.samples.documents)
+        for (name, dataset), documents in zip(self.datasets.items(), subsets):
+            index = plan_samples(
+                dataset, self.seq_len, packing=config.packing, documents=documents, split=config.split,
+                validation=config.samples.validation_fraction, cache_dir=user_cache() / "counts",
+            )  # fmt: skip
+            if config.is_owned:
+                counts = index.counts
+                index, owners, names = owned_samples(
+                    dataset, index, self.rank, self.world_size, config.order.worker_names
                 )
-            batch = -(-batch // self.world_size)
-            self.indexes[0], owners, names = owned_samples(
-                self.dataset, self.indexes[0], self.rank, self.world_size, options.order.worker_names or None
-            )
-            owner = {"rank": self.rank, "workers": names}
-        # Datasets of a mixture have seeds of their own: datasets of equal size must not have equal orders.
-        seeds = [seed]
-        if self.mixture is not None:
-            seeds = [int.from_bytes(derive_key(seed, "source", name), "little") for name in self.datasets]
-        orders = [
-            Order(
-                index.counts, key, batch, options.order.lanes, None, shuffle, drop_last,
-                SampleSize.of(dataset.table.bytes, index.counts, dataset.table.chunk_bytes), options.order.window_bytes,
-            )
-            for dataset, index, key in zip(self.datasets.values(), self.indexes, seeds)
-        ]  # fmt: skip
-        for index, dataset in zip(self.indexes, self.datasets.values()):
-            if index.num_samples < (batch if drop_last and self.mixture is None else 1):
+                owner = {"rank": self.rank, "workers": names}
+            if index.num_samples < (batch if drop_last and mixture is None else 1):
                 raise UsageError(
                     f"{dataset.url}: expected at least one batch an epoch, got {index.num_samples} samples of "
                     f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
                 )
-        if self.is_owned:
-            self.run: Run = OwnedRun(orders[0], batch, owners, counts, epochs=None, num_steps=options.steps)
+            # Datasets of a mixture have seeds of their own: datasets of equal size must not have equal orders.
+            key = seed if mixture is None else int.from_bytes(derive_key(seed, "source", name), "little")
+            size, options = SampleSize.of(dataset.table.bytes, index.counts, dataset.table.chunk_bytes), config.order
+            self.indexes.append(index)
+            orders.append(
+                Order(index.counts, key, batch, options.lanes, None, shuffle, drop_last, size, options.window_bytes)
+            )
+        if config.is_owned:
+            self.run: Run = OwnedRun(orders[0], batch, owners, counts, epochs=None, num_steps=config.steps)
         else:
-            weights = None if self.mixture is None else self.mixture.plan
-            self.run = Run(orders, sizes, weights=weights, drop_last=drop_last, epochs=None, num_steps=options.steps)
+            weights = None if mixture is None else mixture.plan
+            self.run = Run(orders, sizes, weights=weights, drop_last=drop_last, epochs=None, num_steps=config.steps)
         for job, index in zip(self.jobs.values(), self.indexes):
-            check_job(job, index, options)
+            _check_job(job, index)
         self.identity = owner | run_identity(self.run, self.datasets, self.indexes, seed)
 
-    def _plan_batches(self, options: SimpleNamespace) -> None:
-        manifest, samples = self.dataset.manifest, options.samples
-        self._collation = {
-            "dtype": token_dtype(samples.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64,
-            "document_masks": options.document_masks, "pad_id": samples.pad_id,
-            "trim_padding": bool(samples.trim_padding),
-        }  # fmt: skip
-        make_collator(self.indexes, **self._collation)  # Checks its arguments.
-        listen = options.network.listen
-        self.cached, self.cache = resolve_cache(
-            list(self.datasets.values()), cache_dir="ram" if options.cache.tier == "ram" else options.cache_dir,
-            cache_bytes=options.cache_bytes, connections=options.network.connections,
-            readahead_bytes=options.cache.readahead_bytes, keep=options.cache.keep,
-            share=not self.jobs and (listen == "auto" or listen or False),
-            verify=options.cache.verify == "open",
+    def _plan_batches(self, config: LoaderConfig) -> None:
+        manifest, samples = self.dataset.manifest, config.samples
+        self._make_collator = partial(
+            make_collator, self.indexes,
+            dtype=token_dtype(samples.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64,
+            document_masks=config.document_masks, pad_id=samples.pad_id, trim_padding=samples.trim_padding,
         )  # fmt: skip
+        self._make_collator()  # Checks its arguments.
+        self.cached, self.cache = resolve_cache(list(self.datasets.values()), config)
         if self.cache is not None and not self.jobs:
             self.cache = self._check_traffic(self.cache)
 
@@ -181,28 +150,31 @@ class LoaderPlan:
             shares: False: do not serve slices to peers.
             stats: Of the loader, for the schedulers' status.
         """
-        cache, verify, leases = self.cache, self.options.cache.verify == "open", None
-        datasets, share = list(self.datasets.values()), max(1, run.batches.largest // self.world_size)
-        collator = make_collator(self.indexes, **self._collation)
+        cache, verify, leases = self.cache, self._config.cache.verify == "open", None
+        datasets, batch = list(self.datasets.values()), max(1, run.batches.largest // self.world_size)
         if self.jobs and cache is not None:
-            from forebay.load.lease_order import LeaseOrder, LeaseSlices  # Others need no network packages.
+            from forebay.lease.session import SessionSettings  # Others need no network packages.
+            from forebay.load.lease_order import LeaseOrder, LeaseSlices
 
-            jobs = list(self.jobs.values())
-            leased = LeaseSlices(jobs, run, cache, session_settings(self.options, len(jobs), cache), stats)
-            leases = LeaseOrder(leased, self.indexes, share, run.mixture, run.num_steps)
-            slices: SliceReader = leased
-            planner = BatchPlanner(leases, self.indexes, collator, slices, share)
+            network, jobs = self._config.network, list(self.jobs.values())
+            settings = SessionSettings(
+                cache.budget_bytes // len(jobs), batch, network.receipt_s,
+                ":0" if network.listen == "auto" else network.listen, network.upload_bytes_per_s,
+            )  # fmt: skip
+            leased = LeaseSlices(jobs, run, cache, settings, stats)
+            leases = LeaseOrder(leased, self.indexes, batch, run.mixture)
+            planner = BatchPlanner(leases, self.indexes, self._make_collator(), leased, batch)
             leases.close_slice = planner.close_slice
-            return slices, planner, leases
+            return leased, planner, leases
         if cache is not None and not shares:
             cache = replace(cache, share=False)
         slices = SliceReader(datasets, self.cached, run, self.rank, self.world_size, cache, verify)
         source = StaticOrder(run, self.indexes, self.rank, self.world_size, every)
-        return slices, BatchPlanner(source, self.indexes, collator, slices, share), None
+        return slices, BatchPlanner(source, self.indexes, self._make_collator(), slices, batch), None
 
     def footprints(self, settings: CacheSettings) -> list[Footprint]:
         """What nodes read of each dataset that is cached."""
-        world_size = 1 if self.is_owned else self.world_size  # Owners have orders of their own.
+        world_size = 1 if self._config.is_owned else self.world_size  # Owners have orders of their own.
         return [
             Footprint(
                 order, world_size, ranks_per_node(world_size), self.run.streams, bool(settings.share), dataset.name
@@ -212,20 +184,52 @@ class LoaderPlan:
 
     def _check_traffic(self, settings: CacheSettings) -> CacheSettings:
         parts = self.footprints(settings)
-        for warning in check_traffic(parts, settings.budget_bytes, self.options.order.max_fetch_ratio):
+        for warning in check_traffic(parts, settings.budget_bytes, self._config.order.max_fetch_ratio):
             _log.warning("%s", warning)
         return replace(settings, open_bytes=sum(part.nodes[0].open_bytes for part in parts))
 
 
-def _check(options: SimpleNamespace) -> None:
-    """Check what needs no dataset. Raises UsageError."""
-    check_choice("packing", options.packing, PACKINGS)
-    check_choice("split", options.split, SPLITS)
-    if isinstance(options.seed, bool) or not isinstance(options.seed, (int, np.integer)):
-        raise UsageError(f"seed: expected an integer, got {options.seed!r}.")
-    if options.cache.tier == "ram" and options.cache_dir is not None:
-        raise UsageError(f"cache_dir: expected none for a cache in memory, got {options.cache_dir}. Leave it out.")
-    if str(options.cache_dir) == "ram":
-        raise UsageError("cache_dir: expected a directory, got 'ram'. Use cache='ram' for a cache in memory.")
-    if options.samples.max_documents and not options.document_masks and options.packing != "best_fit":
-        raise UsageError("max_documents: expected document_masks=True with it. Add that, or leave it out.")
+def _open_jobs(config: LoaderConfig) -> dict[str, LeaseJob]:
+    """The job of each dataset, by name in the mixture; of one dataset, "". NetworkError if a scheduler is silent."""
+    from forebay.lease.job import LeaseJob  # A local dataset needs no network packages.
+
+    network, sources, schedulers = config.network, config.sources, config.schedulers
+
+    def open_one(name: str) -> LeaseJob:
+        address = None if schedulers[name] == "auto" else schedulers[name]
+        return LeaseJob(
+            str(sources[name]), network.identity, address, discovery=network.discovery,
+            patience_s=network.patience_s, from_urls=network.from_urls,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return dict(zip(sources, pool.map(open_one, sources)))
+
+
+def _check_job(job: LeaseJob, index: SampleIndex) -> None:
+    """Raise UsageError for samples that are not the job's: it decides seed, epochs, seq_len, packing and split."""
+    info = {"packing": "concat", "split": None, **job.info}
+    own = index.describe() | {"seq_len": index.seq_len, "num_samples": index.num_samples}
+    for name in ("seq_len", "packing", "split", "num_samples"):
+        if own[name] != info.get(name) and (name != "seq_len" or index.layout == "tokens"):
+            raise UsageError(
+                f"{name}: expected that of the job {job.name}, {info.get(name)!r}, got {own[name]!r}. Change the "
+                "Loader's arguments, or start a job with these (forebay scheduler)."
+            )
+
+
+def make_lease_state(jobs: Mapping[str, LeaseJob], step: int) -> dict[str, Any]:
+    """The state of a loader with schedulers: which samples are used stands in their ledgers."""
+    return {"version": _LEASE_STATE_VERSION, "jobs": {name: job.job_id for name, job in jobs.items()}, "step": step}
+
+
+def step_of_lease_state(state: object, jobs: Mapping[str, LeaseJob]) -> int:
+    """The step of a state. Raises StateError if it is not one of these jobs."""
+    step = state.get("step") if isinstance(state, dict) else None
+    if type(step) is not int or step < 0 or state != make_lease_state(jobs, step):
+        expected = make_lease_state(jobs, 0)
+        raise StateError(
+            f"loader state: expected one of the jobs {expected['jobs']} with a step, got {state!r:.300}. Load a "
+            "state of a loader with these schedulers, or start without one: they know what is used."
+        )
+    return step

@@ -1,24 +1,29 @@
-"""The Loader's rare arguments, in four frozen objects. Each checks its values when it is made."""
+"""The settings of a Loader: the rare ones in four frozen objects, and all in one. Each is checked when it is made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
+from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
-from forebay.load.arguments import check_choice
+from forebay.load.arguments import batch_sizes, check_choice
 from forebay.load.packing import DocumentSubset
 from forebay.order.footprint import MAX_RATIO
+from forebay.load.samples import PACKINGS, SPLITS
+from forebay.load.sources import DatasetSource, Mixture, as_mixture
 from forebay.order.step_index import check_integer
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
 
-_T = TypeVar("_T")
+VARIABLE = "FOREBAY_LOADER"
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class NetworkOptions:
     identity: str | Path | Identity | None = None
     connections: int = 16
     listen: str | None = None
-    from_urls: str = ""
+    from_urls: Literal["", "public", "any"] = ""
     receipt_s: float = 1.0
     patience_s: float = 60.0
     upload_bytes_per_s: float | None = None
@@ -114,6 +119,7 @@ class NetworkOptions:
 
     def __post_init__(self) -> None:
         check_integer("connections", self.connections, 1)
+        check_choice("from_urls", self.from_urls, ("", "public", "any"))
         for name in ("receipt_s", "patience_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}: expected seconds above 0, got {getattr(self, name)!r}.")
@@ -154,22 +160,188 @@ class SampleOptions:
     def __post_init__(self) -> None:
         check_integer("prefetch_batches", self.prefetch_batches, 0)
         check_integer("max_documents", self.max_documents, 1)
+        check_choice("drop_last", self.drop_last, (True, False))
+        check_choice("trim_padding", self.trim_padding, (True, False))
 
 
-OPTIONS: dict[str, Any] = {
-    "order": OrderOptions, "cache": CacheOptions, "network": NetworkOptions, "samples": SampleOptions,
-}  # fmt: skip
-"""By the names of the Loader's arguments."""
+class LoaderArguments(TypedDict, total=False):
+    """The Loader's arguments for datasets of any layout, but the dataset."""
+
+    batch_size: int | None
+    global_batch_size: int | Sequence[tuple[int, int]] | None
+    rank: int | None
+    world_size: int | None
+    seed: int
+    shuffle: bool
+    epochs: int | None
+    steps: int | None
+    split: str | None
+    cache_dir: str | Path | None
+    cache_bytes: int | None
+    scheduler: str | Mapping[str, str] | None
+    order: OrderOptions | None
+    cache: CacheOptions | Literal["disk", "ram"] | None
+    network: NetworkOptions | None
+    samples: SampleOptions | None
 
 
-def as_options(name: str, value: object, kind: type[_T]) -> _T:
-    """An argument of the Loader as its options object; None for the defaults. Raises UsageError for others."""
-    if value is None:
-        return kind()
-    if kind is CacheOptions and isinstance(value, str):
-        return kind(value)  # type: ignore[call-arg]
+@dataclass(frozen=True)
+class LoaderConfig:
+    """All settings of a Loader, which says what they mean.
+
+    Without a dataset, settings that have their default are those of `FOREBAY_LOADER` in the environment: JSON of them
+    by name, with options objects as objects of their fields. `forebay worker -- COMMAND` sets it for its command.
+
+    Raises:
+        UsageError: If a setting is missing, out of range or contradicts another.
+    """
+
+    dataset: DatasetSource | Mixture | None = None
+    seq_len: int | None = None
+    batch_size: int | None = None
+    global_batch_size: int | Sequence[tuple[int, int]] | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int | None = 1
+    steps: int | None = None
+    packing: str = "concat"
+    document_masks: bool = False
+    split: str | None = None
+    cache_dir: str | Path | None = None
+    cache_bytes: int | None = None
+    scheduler: str | Mapping[str, str] | None = None
+    order: OrderOptions = OrderOptions()
+    cache: CacheOptions = CacheOptions()
+    network: NetworkOptions = NetworkOptions()
+    samples: SampleOptions = SampleOptions()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if is_dataclass(field.default):
+                vars(self)[field.name] = _as_options(field.name, getattr(self, field.name), type(field.default))
+        if self.dataset is None:
+            vars(self).update(_read_environment(self))
+        vars(self)["dataset"] = as_mixture(self.dataset) or self.dataset
+        for name in ("seq_len", "epochs", "steps", "cache_bytes"):
+            check_integer(name, getattr(self, name), 1)
+        check_choice("packing", self.packing, PACKINGS)
+        check_choice("split", self.split, SPLITS)
+        check_choice("shuffle", self.shuffle, (True, False))
+        check_choice("document_masks", self.document_masks, (True, False))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
+            raise UsageError(f"seed: expected an integer, got {self.seed!r}.")
+        if self.cache.tier == "ram" and self.cache_dir is not None:
+            raise UsageError(f"cache_dir: expected none for a cache in memory, got {self.cache_dir}. Leave it out.")
+        if str(self.cache_dir) == "ram":
+            raise UsageError("cache_dir: expected a directory, got 'ram'. Use cache='ram' for a cache in memory.")
+        if self.samples.max_documents and not self.has_masks:
+            raise UsageError("max_documents: expected document_masks=True with it. Add that, or leave it out.")
+        own = changed(self) | changed(self.cache) | changed(self.samples)
+        if self.mixture is not None:
+            _refuse(["epochs"] * (self.epochs is not None), own, "a mixture", "Give steps= instead.")
+        if self.scheduler is not None:
+            _ = self.schedulers  # Checks them.
+            wrong = ["rank", "world_size", "global_batch_size", "drop_last", "order", "readahead_bytes", "keep"]
+            advice = "Each process takes leases of its own, in the order in which they are granted. Leave it out."
+            _refuse(wrong, own, "scheduler=", advice)
+            advice = "The job decides this: leave it out, or start another job."
+            _refuse(["seed", "epochs", "shuffle", "documents"], own, "scheduler=", advice)
+        sizes = batch_sizes(self.batch_size, self.global_batch_size, 1)
+        if self.is_owned:
+            wrong = ["drop_last", *["dataset"] * (self.mixture is not None)]
+            wrong += ["global_batch_size"] * (len(sizes.changes) > 1)
+            _refuse(wrong, own, "assignment='owned'", "Use assignment='global'.")
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """None for one dataset."""
+        return self.dataset if isinstance(self.dataset, Mixture) else None
+
+    @property
+    def sources(self) -> Mapping[str, DatasetSource]:
+        """The datasets by name in the mixture; of one dataset, ""."""
+        assert self.dataset is not None
+        return self.dataset.datasets if isinstance(self.dataset, Mixture) else {"": self.dataset}
+
+    @property
+    def schedulers(self) -> Mapping[str, str]:
+        """Of each dataset, as `sources`."""
+        schedulers = self.scheduler
+        if schedulers == "auto" or (isinstance(schedulers, str) and self.mixture is None):
+            schedulers = dict.fromkeys(self.sources, schedulers)
+        if not isinstance(schedulers, Mapping) or set(schedulers) != set(self.sources):
+            each = "'host:port'" if self.mixture is None else "{name: 'host:port'} for each dataset"
+            raise UsageError(f"scheduler: expected {each} or 'auto', got {self.scheduler!r:.200}.")
+        for source in self.sources.values():
+            if not str(source).startswith("forebay://"):
+                raise UsageError(f"scheduler: expected a dataset forebay://NETWORK/NAME with it, got {source!s:.200}.")
+        return schedulers
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether each rank owns slices."""
+        return self.order.assignment == "owned"
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether batches have document masks."""
+        return self.document_masks or self.packing == "best_fit"
+
+    def for_process(self, rank: int, world_size: int) -> LoaderConfig:
+        """Return the settings of another process that reads the same batches: it opens the datasets again."""
+        urls = {name: source.url if isinstance(source, Dataset) else source for name, source in self.sources.items()}
+        dataset = urls[""] if self.mixture is None else replace(self.mixture, datasets=urls)
+        if self.scheduler is not None:  # Each process takes leases of its own.
+            return replace(self, dataset=dataset)
+        return replace(self, dataset=dataset, rank=rank, world_size=world_size)
+
+
+def _as_options(name: str, value: object, kind: Any) -> object:
+    """A setting as its options object; None for the defaults, a name for the tier of a cache."""
+    if value is None or (isinstance(value, str) and kind is CacheOptions):
+        return kind(**({} if value is None else {"tier": value}))
     if not isinstance(value, kind):
-        raise UsageError(
-            f"{name}: expected {kind.__name__}, got {type(value).__name__}. Use {name}=forebay.{kind.__name__}(...)."
-        )
+        expected, got = kind.__name__, type(value).__name__
+        raise UsageError(f"{name}: expected {expected}, got {got}. Use {name}=forebay.{expected}(...).")
     return value
+
+
+def changed(settings: Any) -> dict[str, Any]:
+    """Return the fields of settings that do not have their default."""
+    values = {field: getattr(settings, field.name) for field in fields(settings)}
+    return {
+        field.name: value for field, value in values.items() if isinstance(value, np.ndarray) or value != field.default
+    }
+
+
+def _refuse(names: Sequence[str], settings: Mapping[str, Any], excluded_by: str, advice: str) -> None:
+    """Raise UsageError if one of these is among the settings, beside one that excludes it."""
+    for name in names:
+        if name in settings:
+            raise UsageError(f"{name}={settings[name]!r:.100} is not supported with {excluded_by}. {advice}")
+
+
+def _read_environment(config: LoaderConfig) -> dict[str, Any]:
+    """The settings that the environment adds to those of a Loader without a dataset; of options objects by field."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        raise UsageError(
+            f"Loader: expected a dataset, got none, and no {VARIABLE} in the environment. Give a directory or URL and "
+            "batch_size=, for tokens also seq_len=; or start the program by `forebay worker NAME -- COMMAND`."
+        )
+    own, fields_of_own = changed(config), vars(config)
+    try:
+        settings = json.loads(text)
+        if not isinstance(settings, dict) or not settings.get("dataset") or settings.keys() - fields_of_own.keys():
+            raise ValueError("expected an object with `dataset` and other arguments of the Loader")
+        for name, value in settings.items():
+            settings[name] = own.get(name, value)
+            kind: Any = type(fields_of_own[name])
+            if is_dataclass(fields_of_own[name]):
+                value = {"tier": value} if isinstance(value, str) else value
+                settings[name] = kind(**{**value, **changed(fields_of_own[name])})
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{VARIABLE}: cannot be read: {error}: {text:.200}. Correct it, or unset it.") from error
+    return settings

@@ -51,23 +51,9 @@ class Prefetcher(Generic[_T]):
         return self
 
     def __next__(self) -> _T:
-        self._calls += 1
-        if not self._depth:
-            item = self._make()
-        elif self._ready:
-            item = self._ready.popleft()
-        else:
-            with self._making:
-                item = self._ready.popleft() if self._ready else self._make()
-        self._calls += 1
-        self._returned_at = time.perf_counter()
+        item = self._take() if self._depth else self._make()
         if isinstance(item, _End):
             raise StopIteration if item.error is None else item.error
-        if self._is_full:
-            self._wake.set()
-        elif self._depth and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="forebay-loader", daemon=True)
-            self._thread.start()
         return item
 
     def close(self) -> None:
@@ -79,6 +65,22 @@ class Prefetcher(Generic[_T]):
             self._thread.join()
         self._source.close()
         self._ready.clear()
+
+    def _take(self) -> _T | _End:
+        self._calls += 1
+        if self._ready:
+            item = self._ready.popleft()
+        else:
+            with self._making:
+                item = self._ready.popleft() if self._ready else self._make()
+        self._calls += 1
+        self._returned_at = time.perf_counter()
+        if self._is_full:
+            self._wake.set()
+        elif self._thread is None and not isinstance(item, _End):
+            self._thread = threading.Thread(target=self._run, name="forebay-loader", daemon=True)
+            self._thread.start()
+        return item
 
     def _make(self) -> _T | _End:
         try:

@@ -130,12 +130,12 @@ def plan_samples(
 
 
 def owned_samples(
-    dataset: Dataset, index: SampleIndex, rank: int, world_size: int, worker_names: Sequence[str] | None
+    dataset: Dataset, index: SampleIndex, rank: int, world_size: int, worker_names: Sequence[str]
 ) -> tuple[SampleIndex, I64, list[str]]:
     """The slices that a rank owns by rendezvous hashing of their hashes and the workers' names.
 
     Args:
-        worker_names: By rank; by default the ranks' numbers.
+        worker_names: By rank; if there are none, the ranks' numbers.
 
     Returns:
         The rank's index; the rank of each slice, int64 [S]; the names by rank.
@@ -143,7 +143,7 @@ def owned_samples(
     Raises:
         UsageError: If there is not a name for each rank, or a rank would own no sample.
     """
-    names = list(map(str, range(world_size) if worker_names is None else worker_names))
+    names = list(map(str, worker_names or range(world_size)))
     if len(names) != world_size:
         raise UsageError(f"worker_names: expected a name for each of {world_size} ranks, got {len(names)}.")
     owners = owners_of(dataset.table.sha256, dataset.manifest.lineage, names, MAX_IMBALANCE)

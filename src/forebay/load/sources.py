@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -89,23 +89,19 @@ class Mixture:
         """
         path = Path(path)
         config = read_toml(path)
-        allow = config.pop("allow_different_tokenizers", False)
-        datasets, changes = config.get("datasets"), config.get("change")
-        if (
-            not isinstance(datasets, dict)
-            or not isinstance(changes, list)
-            or set(config) - {"datasets", "change"}
-            or type(allow) is not bool
-        ):
-            raise UsageError(f"{path}: expected [datasets] and [[change]] and nothing else, got {sorted(config)}.")
         try:
-            return cls(
-                {name: url if "://" in url else path.parent / url for name, url in datasets.items()},
-                [(change["step"], change["weights"]) for change in changes],
-                allow,
-            )
+            datasets = {
+                name: url if "://" in url else path.parent / url for name, url in config.pop("datasets").items()
+            }
+            changes = [(change["step"], change["weights"]) for change in config.pop("change")]
         except (KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}: expected `step` and `weights` in each [[change]], got {error!r}.") from error
+            raise UsageError(
+                f"{path}: expected [datasets], and `step` and `weights` in each [[change]], got {error!r}."
+            ) from error
+        allow = config.pop("allow_different_tokenizers", False)
+        if config or type(allow) is not bool:
+            raise UsageError(f"{path}: expected [datasets] and [[change]] and nothing else, got {config or allow!r}.")
+        return cls(datasets, changes, allow)
 
 
 def open_dataset(
@@ -174,18 +170,7 @@ def open_datasets(
     return datasets
 
 
-def portable_source(source: DatasetSource | Mixture) -> str | Path | Mixture:
-    """The path or URL by which another process opens a dataset, or a mixture of such."""
-    if isinstance(source, Mixture):
-        datasets: Mapping[str, Any] = {name: portable_source(dataset) for name, dataset in source.datasets.items()}
-        return replace(source, datasets=datasets)
-    if not isinstance(source, Dataset):
-        return source
-    origin = getattr(source, "origin", None)
-    return source.path if origin is None else str(origin.url)
-
-
-def as_mixture(source: DatasetSource | Mixture) -> Mixture | None:
+def as_mixture(source: object) -> Mixture | None:
     """A mixture, or the one in a TOML file; None for one dataset. Raises UsageError for several without weights."""
     if not isinstance(source, (str, Path, Dataset, Mixture)):
         raise UsageError(
@@ -198,14 +183,13 @@ def as_mixture(source: DatasetSource | Mixture) -> Mixture | None:
 
 
 def subsets_of(
-    mixture: Mixture | None, documents: DocumentSubset | Mapping[str, DocumentSubset] | None
+    names: Collection[str], documents: DocumentSubset | Mapping[str, DocumentSubset] | None
 ) -> list[DocumentSubset | None]:
-    """The document subset of each dataset, in the order of the mixture."""
+    """The document subset of each of these datasets of a mixture; one dataset has the name ""."""
     if isinstance(documents, Mapping):
-        unknown = sorted(set(documents) - set(mixture.datasets if mixture is not None else ()))
-        if mixture is None or unknown:
-            raise UsageError(f"documents: expected names of a mixture's datasets, got {unknown or list(documents)}.")
-        return [documents.get(name) for name in mixture.datasets]
-    if mixture is not None and documents is not None and len(documents.numbers):
+        if unknown := sorted(set(documents) - set(names)):
+            raise UsageError(f"documents: expected names of a mixture's datasets, got {unknown}.")
+        return [documents.get(name) for name in names]
+    if documents is not None and "" not in names and len(documents.numbers):
         raise UsageError("documents: expected {name: DocumentSubset} for a mixture, got numbers without a name.")
-    return [documents] * (1 if mixture is None else len(mixture.datasets))
+    return [documents] * len(names)

@@ -23,12 +23,14 @@ _ADVICE = {
     "scheduler": "Use a scheduler nearby, or lease larger slices",
     "network": "Use a nearer origin, more connections (NetworkOptions.connections), or a larger cache",
     "disk": "Use a faster disk for the data or the cache, or the RAM tier (cache='ram')",
+    "device": "Copy batches ahead (prefetch=2 of to_torch or to_jax), or send fewer bytes (dtype int32)",
     "tokenize": "Use more lanes and processes, or tokenize once (`forebay prepare`)",
     "decode": "Make batches ahead (SampleOptions.prefetch_batches=2), or in helper processes (num_workers)",
-    "device": "Copy batches ahead (prefetch=2 of to_torch or to_jax), or send fewer bytes (dtype int32)",
     "queue": "Use fewer helper processes, or none: the loader's own thread is cheaper",
 }
 CAUSES = tuple(_ADVICE)
+Spent: TypeAlias = tuple[float, float, float, float, float]
+"""Seconds by the first five causes."""
 _log = logging.getLogger("forebay")
 
 
@@ -78,34 +80,35 @@ class WaitTimes:
         self.started_at = clock()
         self.check_at = self.started_at + every_s
         self.asked_at = math.inf  # When the wait in progress began.
-        self._every_s = every_s
+        self.spent: Spent = (0.0,) * 5
+        self._every_s, self._clock = every_s, clock
         self._checked: dict[str, float] | None = None
 
-    def add(
-        self, wait_s: float, network_s: float, disk_s: float, device_s: float, rest: str, scheduler_s: float = 0.0,
-        tokenize_s: float = 0.0,
-    ) -> None:  # fmt: skip
-        """Record the wait for a batch: its length, its parts by cause, and the cause of the rest.
+    def end(self, spent: Spent, ready_s: float) -> float:
+        """Record the wait in progress, and return the present time.
 
-        A part may be longer than the wait, as it may be of a thread that worked ahead.
+        Args:
+            spent: Seconds that making batches took so far, by cause. What is new may be longer than the wait, as it may
+                be of a thread that worked ahead.
+            ready_s: A batch that came sooner was ready.
         """
-        seconds = self.seconds
-        scheduler_s = min(scheduler_s, wait_s)
-        seconds["scheduler"] += scheduler_s
-        wait_s -= scheduler_s
-        network_s = min(network_s, wait_s)
-        disk_s = min(disk_s, wait_s - network_s)
-        seconds["network"] += network_s
-        device_s = min(device_s, wait_s - network_s - disk_s)
-        tokenize_s = min(tokenize_s, wait_s - network_s - disk_s - device_s)
-        seconds["disk"] += disk_s
-        seconds["device"] += device_s
-        seconds["tokenize"] += tokenize_s
-        seconds[rest] += wait_s - network_s - disk_s - device_s - tokenize_s
+        now = self._clock()
+        remaining = now - self.asked_at
+        self.asked_at, rest = math.inf, "queue" if remaining < ready_s else "decode"
+        for cause, after, before in zip(CAUSES, spent, self.spent):
+            if after != before:
+                part = min(after - before, remaining)
+                self.seconds[cause] += part
+                remaining -= part
+        self.spent = spent
+        self.seconds[rest] += remaining
+        if now > self.check_at:
+            self.check(now)
+        return now
 
     def waiting_s(self) -> float:
         """How long the wait in progress lasts; 0 without one."""
-        return max(0.0, time.perf_counter() - self.asked_at)
+        return max(0.0, self._clock() - self.asked_at)
 
     def to_dict(self) -> dict[str, float]:
         """Return `wait_s`, of it `CAUSE_s`, `busy_s` and `waiting_s`."""

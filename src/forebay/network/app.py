@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import orjson
 from fastapi import FastAPI, Request
@@ -317,9 +317,16 @@ def _visible(families: Iterable[Metric], scope: CertificateScope) -> list[Metric
     return visible
 
 
+class _Families(list[Metric]):
+    """Metrics, as a registry of the library."""
+
+    def collect(self) -> Self:
+        return self
+
+
 def exposition(families: Iterable[Metric]) -> bytes:
     """Metrics in Prometheus' text format."""
-    return generate_latest(SimpleNamespace(collect=lambda: families))
+    return generate_latest(_Families(families))
 
 
 def _family(

@@ -13,10 +13,10 @@ from forebay.observe.record import RecordReader, is_record
 from forebay.observe.views import Row, View
 from forebay.prepare.progress import read_progress
 from forebay.storage.addresses import is_bucket
-from forebay.stream.text_stream import TextStream
 
 if TYPE_CHECKING:
     from forebay.load.loader import Loader
+    from forebay.stream.text_stream import TextStream
 
 TIMEOUT_S = 5.0
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
@@ -125,18 +125,12 @@ class LoaderSource(Source):
         loader, now, after = self._loader, time.perf_counter(), self._loader.stats()
         before, elapsed_s = self._before, now - self._read_at
         self._before, self._read_at = after, now
-        position = {"step": loader.step, "epoch": loader.epoch}
-        if isinstance(loader, TextStream):
-            title, last, cache_bytes, cause = "text stream", loader.num_steps, 0, "disk"
-        else:
-            title, last = loader.dataset.name, loader.pass_of(max(0, loader.step - 1))[1]
-            cache = loader.plan.cache
-            cache_bytes, cause = (0, "disk") if cache is None else (cache.budget_bytes, "network")
-            if loader.mixture is not None:
-                title = "mixture"
-        return views.loader_view(
-            title, loader.rank, loader.world_size, before, after, elapsed_s, position, last, cache_bytes, cause
-        )
+        position, last = {"step": loader.step, "epoch": loader.epoch}, loader.pass_of(max(0, loader.step - 1))[1]
+        view = views.loader_view(
+            loader.title, loader.rank, loader.world_size, before, after, elapsed_s, position, last, loader.cache_bytes,
+            "network" if loader.cache_bytes else "disk",
+        )  # fmt: skip
+        return {**view, "settings": loader.settings}
 
 
 def open_source(target: str, client: Callable[[], Client]) -> Source:

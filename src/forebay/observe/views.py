@@ -11,6 +11,7 @@ that are missing or empty have nothing to show:
 - `coverage`: see `scheduler.activity.coverage`.
 - `workers`, `nodes`, `datasets`, `peers`, `stages`, `members`, `tasks`, `attempts`, `rules`, `dropped`: rows,
   each a dict, with the keys of COLUMNS.
+- `settings`: of a loader, as it is called; what is its default is left out.
 - `events` and `uses`: the last ones, latest first; `samples`: of dropped documents.
 """
 

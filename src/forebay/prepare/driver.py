@@ -35,8 +35,7 @@ from forebay.prepare.outputs.megatron import MegatronOutput
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
 from forebay.prepare.progress import Progress, ProgressRecord
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.reserve import disk_errors, locked, reserve
-from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError
+from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError, disk_errors, reserve
 from forebay.prepare.run_tokenizer import open_tokenizer, train
 from forebay.prepare.sampling import Sampling, kind_of
 from forebay.prepare.scores.base import TYPES, annotating, segments, without_scoring
@@ -48,7 +47,7 @@ from forebay.prepare.tasks.stages import stage_names
 from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task_key, write_hits, write_rejects
 from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
-from forebay.storage.store import BucketStore, FolderStore, Store, open_store
+from forebay.storage.store import Store, open_store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
@@ -164,7 +163,7 @@ def prepare_dataset(
     if task:
         engine = ShareEngine(workers, *(share or (0, 1)), store.child(".work"), notify)
     opener = open_engine(engine, workers, store, notify)
-    with progress.recorded(), disk_errors(store), locked(store, shared=bool(task)), opener as opened:
+    with progress.recorded(), disk_errors(store), store.locked(shared=bool(task)), opener as opened:
         progress.watch(opened)
         if write_ids is not None:  # fail now rather than when all the work is done
             Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +174,7 @@ def prepare_dataset(
         sources = replace(sources, files=listed, sample=recipe.sample if own_sources else sources.sample)
         run = PrepareRun(
             store, recipe, opened, write_ids, document_ids, progress, notify, parent, recorded,
-            is_shared=bool(task) or isinstance(store, BucketStore), is_member=share is not None,
+            is_shared=bool(task) or store.folder is None, is_member=share is not None,
         )  # fmt: skip
         try:
             return _run(run, _Job(output, sources, own_splits, loaded, strict))
@@ -218,7 +217,7 @@ def _open_inputs(
     if own_sources and not paths:
         return InputFiles(()), own_sources
     sample = 1.0 if own_sources else recipe.sample
-    out = store.path if isinstance(store, FolderStore) else None
+    out = store.folder
     for path in map(Path, paths if out is not None else ()):
         if out is not None and path.is_dir() and path.resolve().is_relative_to(out.resolve()):
             raise UsageError(
@@ -275,7 +274,7 @@ def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
 
 
 def _name_of(store: Store) -> str:
-    path = str(store.path.resolve()) if isinstance(store, FolderStore) else store.url
+    path = str(store.folder.resolve()) if store.folder is not None else store.url
     if path.encode(errors="ignore").decode() != path:  # Arrow opens no file of such a name.
         raise UsageError(f"prepare: expected --out in UTF-8, got {path!r}. Name another directory.")
     return printable_name(path.rstrip("/").rpartition("/")[2])

@@ -30,7 +30,7 @@ from forebay.prepare.sources import source_splits
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.text import TextTask, process_split, task_key
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer, parse
-from forebay.storage.store import FolderStore, Store
+from forebay.storage.store import Store
 
 _PART_TOKENS = 1 << 25
 _DECODED_AT_ONCE = 256
@@ -40,7 +40,7 @@ _PROBE = "  Aa\tb \r\n\n e\u0301 \ufb01 Ⅳ \u65e5\u672c\u8a9e \u00a0 don't . <x
 def open_parent(path: Path | str, out: Store) -> Dataset:
     """Open the dataset that is extended. Raises DatasetError, or UsageError if it cannot be."""
     parent = open_dataset(path)
-    if isinstance(out, FolderStore) and parent.path.resolve() == out.path.resolve():
+    if parent.path.resolve().as_uri() == out.as_uri():
         _refuse(
             parent, "another --out", "the directory of the dataset itself: a dataset never changes. Its slices are "
             "hard-linked, so that another directory on its disk needs no space for them",

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forebay.errors import ForebayError, PrepareError
-from forebay.files import HOST, atomic_write, is_running
+from forebay.files import HOST, is_running
 from forebay.prepare.charts import cut, printable
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
-from forebay.storage.store import FolderStore, Store, open_store
+from forebay.storage.store import Store, open_store
 from forebay.units import format_bytes
 
 VERSION = 3
@@ -33,7 +33,7 @@ RUNNING_FILE, FINISHED_FILE = ".work/progress.json", ".progress.json"
 RUN_FILE = ".work/run.json"  # Which run an output is of, while it is not complete.
 MEMBERS = ".work/members/"  # The records of the members of a job array: each has its own.
 FAILED = "failed/"  # This folder of a run's work keeps the last attempt of each failed task as `STEP-NAME.json`.
-WRITE_S, BUCKET_WRITE_S = 1.0, 10.0
+WRITE_S = 1.0
 SILENT_S = 60.0  # A process that has not written its record for so long is named.
 MAX_LISTED = 20  # Malformed records, messages, and attempts that failed.
 LOG_BYTES = 16 << 10  # As much is kept of a process's last output, and of a traceback.
@@ -357,8 +357,7 @@ class ProgressRecord:
             self.on_progress(self._stage.progress(self.num_workers, self.clock()))
 
     def _write_after(self, pause_s: float) -> None:
-        pause_s = pause_s if isinstance(self.store, FolderStore) else BUCKET_WRITE_S
-        if self._state == "running" and self.clock() - self._written_at >= pause_s:
+        if self._state == "running" and self.clock() - self._written_at >= max(pause_s, self.store.write_pause_s):
             self.write()
 
     def add(self, usage: Usage, counts: TaskCounts | None, seconds: float | None = None) -> None:
@@ -420,12 +419,7 @@ class ProgressRecord:
         record = self.all_members() if is_done else self.to_json()
         data = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
         with suppress(OSError, ForebayError):  # a full disk, which the run reports
-            if isinstance(self.store, FolderStore) and not is_done:
-                path = self.store.path / self._file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                atomic_write(path, data, flush=False)
-            else:
-                self.store.write(FINISHED_FILE if is_done else self._file, data)
+            self.store.write(FINISHED_FILE if is_done else self._file, data, flush=is_done)
 
     def all_members(self) -> dict[str, Any]:
         """Return the record, with those of the members of a job array."""

@@ -147,15 +147,14 @@ def _located(path: str | os.PathLike[str]) -> tuple[Store, str]:
 def page_of(path: str | os.PathLike[str]) -> str:
     """The URL of the page of a report, for people."""
     store, name = _located(path)
-    folder = store.path.resolve().as_uri() if isinstance(store, FolderStore) else store.url
-    return f"{folder}/{REPORT_FILE if name.endswith('.json') else name}"
+    return f"{store.as_uri()}/{REPORT_FILE if name.endswith('.json') else name}"
 
 
 def load_times(path: str | os.PathLike[str]) -> Report | None:
     """The record of the run that wrote a report, which lies beside it; None without one."""
     with suppress(PrepareError):
         store, _ = _located(path)
-        return read_progress(store.path if isinstance(store, FolderStore) else path)
+        return read_progress(store.folder or path)
     return None
 
 

@@ -1,7 +1,11 @@
 """A run of `prepare_dataset`: its settings and store, how tasks are mapped, its progress and its result."""
 
+import errno
+import json
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,18 +14,27 @@ from typing import Any, TypeVar
 from forebay import html
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.machine import num_cores
 from forebay.prepare.engines.base import Engine, OnDone
 from forebay.prepare.inputs import find_inputs, split_files
-from forebay.prepare.progress import Failure, ProgressRecord, name_of, read_failures, write_failure
+from forebay.prepare.progress import (
+    RUN_FILE,
+    Failure,
+    ProgressRecord,
+    name_of,
+    read_failures,
+    running_files,
+    write_failure,
+)
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.results import Committing, TaskOutput
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.stats import Usage
 from forebay.storage.listing import count_reasons
-from forebay.storage.store import FolderStore, Store
+from forebay.storage.store import BUCKET_WRITE_S, Store
 
+_POLL_S = 1.0
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -104,7 +117,7 @@ class PrepareRun:
     @property
     def path(self) -> Path | str:
         """The output, as results name it."""
-        return self.store.path if isinstance(self.store, FolderStore) else self.store.url
+        return self.store.folder or self.store.url
 
     def count_tasks(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
         """An `on_result` of `map` that reports each result as one more of `total`."""
@@ -232,3 +245,56 @@ def plan(
         "workers": workers or num_cores(),
         "recipe": recipe.to_json(),
     }
+
+
+def reserve(store: Store, key: str, on_message: Callable[[str], None], *, exclusive: bool) -> None:
+    """Take an output for runs of a key. UsageError if a run of another key is alive there.
+
+    `exclusive`: The caller has a lock that no other run has.
+    """
+    data = json.dumps({"key": key}).encode()
+    if store.create(RUN_FILE, data) or store.read(RUN_FILE) == data:
+        return
+    if not exclusive:
+        on_message(
+            f"{store.url}: an unfinished run of other inputs or settings is there: waiting {3 * BUCKET_WRITE_S:.0f} s "
+            "to see whether it is alive"
+        )
+        first, deadline = _records(store), time.monotonic() + 3 * BUCKET_WRITE_S
+        while first and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            if _records(store) != first:
+                raise UsageError(
+                    f"prepare: another prepare, of other inputs or settings, writes to {store.url}. Wait for it, or "
+                    "choose another."
+                )
+    store.write(RUN_FILE, data)
+
+
+def _records(store: Store) -> dict[str, bytes]:
+    """The records of processes that may be alive; none of those that say that they ended."""
+    with suppress(ValueError):
+        return {name: r for name, r in running_files(store).items() if json.loads(r).get("state") == "running"}
+    return {}
+
+
+@contextmanager
+def disk_errors(store: Store) -> Iterator[None]:
+    """Raise PrepareError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        path = str(error.filename or "")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if path and not path.startswith(store.url):
+                raise PrepareError(
+                    f"{path}: no space left on the device. Finished work is kept: make room there (compiled kernels "
+                    "are below the home directory, files of tasks below TMPDIR), then run the same command again."
+                ) from error
+            raise PrepareError(
+                f"{store.url}: no space left on the device. Finished work is kept: make room (the text and three times "
+                "the tokens; of a bucket, in TMPDIR for the files of a task), then run the same command again."
+            ) from error
+        raise PrepareError(
+            f"{error.filename or store.url}: cannot write the dataset: {error.strerror or error}."
+        ) from error

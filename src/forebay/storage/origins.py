@@ -71,16 +71,12 @@ def open_origin(
     match text.partition("://")[0].lower() if "://" in text else "":
         case "" | "file":
             return PathOrigin(local_path(text).absolute())
-        case "http" | "https":
-            from forebay.storage.http import WebOrigin
-
-            return WebOrigin(text, timeouts=timeouts)
-        case "hf":
+        case "http" | "https" | "hf" as scheme:
             from forebay.storage.http import WebOrigin
             from forebay.storage.hub import hub_address
 
-            address, headers = hub_address(text)
-            return WebOrigin(address, headers=headers, timeouts=timeouts)
+            text, headers = hub_address(text) if scheme == "hf" else (text, {})
+            return WebOrigin(text, headers=headers, timeouts=timeouts)
         case scheme if scheme in BUCKET_SCHEMES:
             from forebay.storage.buckets import BucketOrigin
 
@@ -134,14 +130,13 @@ def read_dataset(origin: Origin, expected_id: str | None) -> RemoteDataset:
 class RemoteDataset(Dataset):
     """A dataset behind an origin. Loaders and mirrors download its slices; `read_slice` stores one while it is used."""
 
+    is_local = False
     _num_hashers = 8
 
     def __init__(self, origin: Origin, manifest: Manifest, table: SliceTable, id: str) -> None:
         super().__init__(Path(origin.url), manifest, table, id)
         self.origin, self.url = origin, origin.url
-
-    def __repr__(self) -> str:
-        return f"RemoteDataset({self.name!r}, id={self.id[:12]}…, slices={self.num_slices}, url={self.origin.url!r})"
+        self.has_peers = origin.url.startswith("forebay://")
 
     def slice_path(self, index: int) -> NoReturn:
         """Raise UsageError: a slice of a remote dataset has no local file."""
@@ -196,6 +191,11 @@ class RemoteDataset(Dataset):
 
     def _extra(self) -> list[str]:
         return []
+
+
+def origin_of(dataset: Dataset) -> Origin:
+    """Return the origin of a dataset's files: its directory, if it is local."""
+    return dataset.origin if isinstance(dataset, RemoteDataset) else PathOrigin(dataset.path.absolute())
 
 
 def _has_bytes(source: Origin, name: str) -> bool:

@@ -7,6 +7,7 @@ bucket. Memory: of one request; of a file that is moved, 4 x 8 MiB, more above 7
 breaks off is never visible, but takes space until the bucket's lifecycle rule deletes it.
 """
 
+import fcntl
 import hashlib
 import os
 import secrets
@@ -44,6 +45,7 @@ from forebay.maps import map_file
 from forebay.storage.addresses import BucketAddress, bucket_address, is_bucket, is_url, join_url
 from forebay.storage.base import read_whole
 from forebay.storage.buckets import NOT_PARTIAL, PartsBucket, PatientBucket, shared_bucket
+from forebay.storage.locks import Lock
 
 _PIECE = 8 << 20
 _MAX_PARTS, _UPLOADS = 9000, 4  # of an object, of which buckets accept 10,000; and at once
@@ -51,6 +53,7 @@ _HASH_KEY = "sha256"  # of the metadata of an object
 _MAX_PUT_BYTES = 4 << 30  # of one request; S3 takes 5 GiB
 _REMOVED_AT_ONCE = 1000
 _READERS = 32
+BUCKET_WRITE_S = 10.0
 _T = TypeVar("_T")
 _I = TypeVar("_I")
 
@@ -65,6 +68,20 @@ class Store(ABC):
     """
 
     url: str  # of the directory or prefix, for messages: without a secret
+    write_pause_s = 0.0  # between writes of an object that changes all the time
+
+    @property
+    def folder(self) -> Path | None:
+        """The directory of this machine that holds the objects as files; None of a bucket."""
+        return None
+
+    def as_uri(self) -> str:
+        """Return the URL for people: of a directory `file:///`."""
+        return self.url
+
+    @abstractmethod
+    def locked(self, *, shared: bool) -> AbstractContextManager[None]:
+        """Keep other runs out of a directory, but for those that share it; see that a bucket can be shared."""
 
     @abstractmethod
     def child(self, name: str) -> "Store":
@@ -78,8 +95,8 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
-        """Write an object, or replace it."""
+    def write(self, name: str, data: bytes | Iterable[bytes], *, flush: bool = True) -> None:
+        """Write an object, or replace it. `flush`: after a crash of the machine it is there."""
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
@@ -171,8 +188,25 @@ class FolderStore(Store):
     url: str
 
     @property
-    def path(self) -> Path:
+    def folder(self) -> Path:
         return Path(self.url)
+
+    def as_uri(self) -> str:
+        return self.folder.resolve().as_uri()
+
+    @contextmanager
+    def locked(self, *, shared: bool) -> Iterator[None]:
+        folder = self.folder
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"expected a directory to write to, got {folder}, which is a file. Name another.")
+        folder.mkdir(parents=True, exist_ok=True)
+        # The directory itself is locked: a lock file would have to stay, or be removed while another waits for it.
+        with Lock(folder, os.open(folder, os.O_RDONLY)) as lock:
+            try:
+                fcntl.flock(lock.descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(f"another run writes to {folder}. Wait for it, or name another directory.") from error
+            yield
 
     def child(self, name: str) -> "FolderStore":
         return FolderStore(f"{self.url}/{name}")
@@ -182,8 +216,8 @@ class FolderStore(Store):
         with open_atomic(self._path(name)) as file:
             yield file
 
-    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
-        atomic_write(self._path(name), data)
+    def write(self, name: str, data: bytes | Iterable[bytes], *, flush: bool = True) -> None:
+        atomic_write(self._path(name), data, flush=flush)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._path(name)
@@ -205,7 +239,7 @@ class FolderStore(Store):
     def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
         try:
             has_size = self.size(name) == num_bytes
-            return has_size and (not sha256 or hash_slice(self.path / name, chunk_bytes)[0] == sha256)
+            return has_size and (not sha256 or hash_slice(self.folder / name, chunk_bytes)[0] == sha256)
         except FileNotFoundError:
             return False
 
@@ -213,7 +247,7 @@ class FolderStore(Store):
         temporary = temporary_path(self._path(name))
         try:
             os.link(path, temporary)
-            commit_files({temporary: self.path / name})
+            commit_files({temporary: self.folder / name})
         except OSError:  # another file system, or one without links
             return super().copy(name, path)
         finally:
@@ -221,17 +255,17 @@ class FolderStore(Store):
         return False
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        return (self.folder / name).read_bytes()
 
     def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> Array:
-        return np.fromfile(self.path / name, dtype, count, offset=start * np.dtype(dtype).itemsize)
+        return np.fromfile(self.folder / name, dtype, count, offset=start * np.dtype(dtype).itemsize)
 
     @contextmanager
     def local(self, name: str) -> Iterator[Path]:
-        yield self.path / name
+        yield self.folder / name
 
     def directory(self, name: str) -> Path:
-        path = self.path / name
+        path = self.folder / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -242,7 +276,7 @@ class FolderStore(Store):
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         folder, _, start = prefix.rpartition("/")
-        top = self.path / folder
+        top = self.folder / folder
         sizes: dict[str, int] = {}
         with suppress(FileNotFoundError), os.scandir(top) as entries:
             for entry in entries:
@@ -257,20 +291,20 @@ class FolderStore(Store):
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
-            (self.path / name).unlink(missing_ok=True)
+            (self.folder / name).unlink(missing_ok=True)
 
     def size(self, name: str) -> int:
-        return (self.path / name).stat().st_size
+        return (self.folder / name).stat().st_size
 
     def remove_stale(self) -> None:
-        for folder, _, _ in os.walk(self.path):
+        for folder, _, _ in os.walk(self.folder):
             remove_stale(Path(folder))
 
     def remove_all(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
-        path = self.path / name
+        path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -291,6 +325,7 @@ class BucketStore(Store):
     """A prefix of a bucket. `address` is its URL with the options of the query; credentials are the environment's."""
 
     address: str
+    write_pause_s = BUCKET_WRITE_S
 
     @property
     def url(self) -> str:  # type: ignore[override]
@@ -299,8 +334,9 @@ class BucketStore(Store):
     def child(self, name: str) -> "BucketStore":
         return BucketStore(join_url(str(self._parsed), name))
 
-    def check(self) -> None:
-        """Raise UsageError for a bucket that overwrites what exists: two runs could destroy each other's work there."""
+    @contextmanager
+    def locked(self, *, shared: bool) -> Iterator[None]:
+        # In a bucket that overwrites what exists, two runs could destroy each other's work.
         name = f"probe-{secrets.token_hex(8)}"
         try:
             self.write(name, b"")
@@ -311,6 +347,7 @@ class BucketStore(Store):
                 )
         finally:
             self.remove([name])
+        yield
 
     @contextmanager
     def open(self, name: str, *, replace: bool = False) -> Iterator[BinaryIO]:
@@ -325,7 +362,7 @@ class BucketStore(Store):
                     "Wait until it ends, then run the same command again."
                 )
 
-    def write(self, name: str, data: bytes | Iterable[bytes]) -> None:
+    def write(self, name: str, data: bytes | Iterable[bytes], *, flush: bool = True) -> None:
         if isinstance(data, bytes):
             self._put(name, data, "overwrite")
             return

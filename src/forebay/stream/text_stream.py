@@ -7,8 +7,6 @@ its format holds it, 1 MiB of text being encoded; and `prefetch_batches` + 2 bat
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -18,14 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from forebay.closing import Closing
 from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
-from forebay.load.batch_source import Batches, BatchSource, Convert, Take
+from forebay.load.batch_source import Batches, Convert, Opened, RunningSource, Take
 from forebay.load.prefetch import Prefetcher
-from forebay.load.stats import Callback, Callbacks, WaitTimes
+from forebay.load.stats import Spent
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import Malformed, TextEncoder
@@ -39,7 +36,7 @@ _IDENTITY = ("lanes", "text_key", "shuffle_documents", "shuffle_bytes", "warmup_
 _log = logging.getLogger("forebay.stream")
 
 
-class TextStream(Closing, BatchSource[NumpyTokens]):
+class TextStream(RunningSource[NumpyTokens]):
     """Batches of one rank out of text files or somebody's streaming dataset, as an iterable.
 
     The documents are divided into lanes: disjoint, together everything, and others in each epoch. Each lane is a run
@@ -92,8 +89,6 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         steps: int | None = None,
         options: StreamOptions | None = None,
     ) -> None:
-        self._arguments = {"inputs": inputs, "tokenizer": tokenizer, "seq_len": seq_len, "seed": seed}
-        self._arguments |= {"shuffle": shuffle, "epochs": epochs}
         for name, value in (("seq_len", seq_len), ("epochs", epochs), ("steps", steps)):
             check_integer(name, value, 1)
         options = options or StreamOptions()
@@ -136,10 +131,9 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         self._encoder = TextEncoder(self.tokenizer)
         self.position = StreamState()
         self._malformed: list[Malformed] = []
-        self._turn, self._times, self._waits = 0, MakingTimes(), WaitTimes()
+        self._inputs, self._times, self.title = inputs, MakingTimes(), "text stream"
         self._is_remote = not is_files or any("://" in str(path) for path in paths)
-        self._source: Prefetcher[tuple[Any, StreamState]] | None = None
-        self._callbacks = Callbacks(self)
+        self._reset()
 
     @property
     def epoch(self) -> int:
@@ -147,9 +141,12 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         return self.position.epoch
 
     @property
-    def step(self) -> int:
+    def step(self) -> int:  # type: ignore[override]
         """Batches given out since the run began."""
         return self.position.run_step
+
+    def pass_of(self, step: int) -> tuple[int, int | None]:
+        return 0, self.num_steps
 
     @property
     def malformed(self) -> tuple[Malformed, ...]:
@@ -168,15 +165,11 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
         position = self.position
         counts = {name: sum(lane.counts[name] for lane in position.lanes.values()) for name in COUNTS}
         return {
-            **self._waits.to_dict(),
+            **self.waits.to_dict(),
             **counts,
             "batches": position.run_step,
             "samples_taken": position.samples_taken,
         }
-
-    def add_callback(self, fn: Callback, every_steps: int = 50) -> None:
-        """Call `fn(metrics, step)` every so many steps, in the loop's thread; see `Loader.add_callback`."""
-        self._callbacks.add(fn, every_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
@@ -236,7 +229,8 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
                 "Use fewer processes."
             )
         return TextStream(
-            **self._arguments, global_batch_size=self._global_batch * count,
+            self._inputs, tokenizer=self.tokenizer, seq_len=self.seq_len, seed=self.seed, shuffle=self.shuffle,
+            epochs=self._epochs, global_batch_size=self._global_batch * count,
             rank=self.rank + self.world_size * index, world_size=self.world_size * count,
             steps=None if self.num_steps is None else len(range(index, self.num_steps, count)),
             options=replace(self.options, lanes=self.lanes * count),
@@ -244,53 +238,33 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
 
     def close(self) -> None:
         """End the thread that makes batches ahead, close files. The state stays; iterating goes on from it."""
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
+        self._pause()
 
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
         if num_workers:
             raise UsageError(f"num_workers: expected 0 for a TextStream, got {num_workers}. Leave it out.")
-        self.close()
-        self._turn += 1
-        turn, depth = self._turn, self.options.prefetch_batches if prefetch is None else prefetch
+        if self.num_steps is not None and self.step >= self.num_steps:
+            _log.warning("stream: all %d steps of the run were given out: no batch is left.", self.num_steps)
+        return super().iterate(convert, prefetch)
 
+    def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
         def finish(item: tuple[NumpyTokens, StreamState]) -> tuple[Any, StreamState]:
             return (item[0] if convert is None else convert(item[0])), item[1]
 
-        if self.num_steps is not None and self.position.run_step >= self.num_steps:
-            _log.warning("stream: all %d steps of the run were given out: no batch is left.", self.num_steps)
-        clock, waits, times = time.perf_counter, self._waits, self._times
-        read_s, tokenize_s = times.read_s, times.tokenize_s
-        waits.asked_at = clock()
-        try:
-            while True:
-                if turn != self._turn:
-                    raise UsageError("TextStream: this iteration ended when another began. Open another for two.")
-                if self._source is None:
-                    epochs = self._epochs
-                    stop_epoch = None if epochs is None else (self.position.epoch // epochs + 1) * epochs
-                    self._source = Prefetcher(self._batches(self.position, stop_epoch), depth, finish)
-                converted_s = self._source.convert_s
-                item = next(self._source, None)
-                received_at, network = clock(), self._is_remote
-                read_s, tokenize_s = times.read_s - read_s, times.tokenize_s - tokenize_s
-                waits.add(
-                    received_at - waits.asked_at, read_s * network, read_s * (not network),
-                    self._source.convert_s - converted_s, "decode", tokenize_s=tokenize_s,
-                )  # fmt: skip
-                read_s, tokenize_s, waits.asked_at = times.read_s, times.tokenize_s, math.inf
-                if item is None:
-                    return
-                batch, self.position = item
-                yield batch
-                self._callbacks.call(self.step)
-                waits.asked_at = clock()
-                waits.busy_s += waits.asked_at - received_at
-        finally:
-            waits.asked_at = math.inf
-            if turn == self._turn:
-                self.close()
+        epochs, times, is_remote = self._epochs, self._times, self._is_remote
+        stop_epoch = None if epochs is None else (self.epoch // epochs + 1) * epochs
+        depth = self.options.prefetch_batches if prefetch is None else prefetch
+        source = Prefetcher(self._batches(self.position, stop_epoch), depth, finish)
+
+        def spent() -> Spent:
+            read_s = times.read_s
+            return 0.0, read_s * is_remote, read_s * (not is_remote), source.convert_s, times.tokenize_s
+
+        return source, spent, 0.0
+
+    def _receive(self, item: tuple[Any, StreamState]) -> Any:
+        batch, self.position = item
+        return batch
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -356,14 +330,11 @@ class TextStream(Closing, BatchSource[NumpyTokens]):
 
     def _fill(self, rows: Any, slot: int, count: int, tokens: Any) -> None:
         """Write this rank's samples of a lane, which has every `lanes`-th slot of a global batch from `slot` on."""
-        length, common = self.seq_len, gcd(self.lanes, self.world_size)
-        step = self.world_size // common
-        start = next(i for i in range(step) if (slot + i * self.lanes) % self.world_size == self.rank)
-        if self.lanes == 1 and start >= count:
-            start, step = 0, count  # the sample of a rank that has none
-        number, target = len(range(start, count, step)), (slot + start * self.lanes) // self.world_size
-        own = rows[target :: self.lanes // common][:number]
-        own[:, :length] = tokens[: count * length].reshape(count, length)[start::step]
-        labels = tokens[(start + 1) * length :: step * length][:number]
-        own[: len(labels), length] = labels
-        own[len(labels) :, length] = IGNORE_INDEX  # of an epoch's last sample, without a tail
+        slots, length = slot + self.lanes * np.arange(count), self.seq_len
+        own = np.flatnonzero(slots % self.world_size == self.rank)
+        if self.lanes == 1 and not len(own):
+            own = np.zeros(1, np.int64)  # the sample of a rank that has none
+        targets, stops = slots[own] // self.world_size, (own + 1) * length
+        rows[targets, :length] = tokens[: count * length].reshape(count, length)[own]
+        labels = tokens[np.minimum(stops, len(tokens) - 1)].astype(np.int64)
+        rows[targets, length] = np.where(stops < len(tokens), labels, IGNORE_INDEX)  # an epoch's end without a tail

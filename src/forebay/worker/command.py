@@ -19,7 +19,8 @@ from typing import Any
 from forebay.errors import NetworkError, UsageError
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.lease.session import return_leases
-from forebay.load.environment import STATS_DIRECTORY, VARIABLE, read_stats
+from forebay.load.environment import STATS_DIRECTORY, read_stats
+from forebay.load.options import VARIABLE
 from forebay.processes import end_with_parent
 from forebay.worker.trainer import share_processors
 

@@ -36,10 +36,10 @@ def test_helpers_stay_over_epochs_and_end_with_the_loader(data: Path) -> None:
         seen, pids = [], []
         for _ in range(3):
             seen += list_ids(loader.to_torch(num_workers=2))
-            pids.append(loader.helper_pids)
+            pids.append(loader._pool.pids)
         assert seen == expected and len(pids[0]) == 2 and pids == [pids[0]] * 3
         assert all(Path(f"/proc/{pid}").exists() for pid in pids[0])
-    assert loader.helper_pids == [] and not any(Path(f"/proc/{pid}").exists() for pid in pids[0])
+    assert loader._pool is None and not any(Path(f"/proc/{pid}").exists() for pid in pids[0])
     assert num_descriptors() == before
 
 
@@ -58,6 +58,6 @@ def test_a_helper_that_is_killed_is_named(data: Path) -> None:
     with Loader(data, seq_len=SEQ_LEN, batch_size=4, epochs=None) as loader:
         batches = iter(loader.to_torch(num_workers=2, prefetch=0))
         next(batches)
-        os.kill(loader.helper_pids[1], signal.SIGKILL)
+        os.kill(loader._pool.pids[1], signal.SIGKILL)
         with pytest.raises(ForebayError, match="helper process 1 of 2: expected batches, got exit code -9"):
             list(islice(batches, 10_000))

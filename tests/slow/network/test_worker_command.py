@@ -80,7 +80,7 @@ def test_arguments_of_the_program_come_before_those_of_the_worker(network: Netwo
     program = f"""
 import json, forebay
 loader = forebay.Loader(batch_size=3, network=forebay.NetworkOptions(receipt_s=0.1))
-options = loader.plan.options.network
+options = loader.config.network
 for batch in loader:
     break
 print(json.dumps([len(batch), options.receipt_s, options.identity, options.listen, loader.seq_len]))

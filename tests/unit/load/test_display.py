@@ -40,6 +40,7 @@ def test_a_description_of_a_mixture_says_how_often_each_dataset_repeats(tmp_path
     mixture = Mixture({"small": small, "large": large}, [(0, {"small": 1, "large": 1}), (10, {"large": 1})])
     loader = Loader(mixture, seq_len=8, batch_size=8, steps=30)
     assert "small 1.25 times, large 1.56 times" in loader.describe()
+    assert "steps=30" in loader.settings in repr(loader)
     card = mixture._repr_html_()
     assert "from step 10" in card and "large 1" in card and str(small) in card
 

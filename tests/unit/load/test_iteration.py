@@ -41,7 +41,7 @@ def test_a_length_is_exact_or_a_type_error(data: Path) -> None:
             len(loader)
     with pytest.raises(TypeError, match="no epochs"):
         _ = Loader(mixture, **ARGUMENTS).steps_per_epoch
-    with pytest.raises(UsageError, match="epochs: expected none for a mixture"):
+    with pytest.raises(UsageError, match="epochs=2 is not supported with a mixture"):
         Loader(mixture, epochs=2, **ARGUMENTS)
 
 
@@ -121,7 +121,7 @@ def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
 def test_a_loop_that_python_ends_last_closes_without_modules(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = iter(Loader(data, **ARGUMENTS))
     next(batches)
-    monkeypatch.setattr("forebay.load.loader.math", None)  # As at the end of Python, once modules are cleared.
+    monkeypatch.setattr("forebay.load.batch_source.math", None)  # As at the end of Python, once modules are cleared.
     batches.close()
     with pytest.raises(StopIteration):
         next(batches)

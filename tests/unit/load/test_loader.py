@@ -20,10 +20,6 @@ SEQ_LEN = 8
 LENGTHS = (83, 160, 7, 64, 131)  # Samples 10, 20, 0, 8, 16; only slices 1 and 3 end with a sample's last token.
 
 
-def prefetch_options(batches: int) -> SampleOptions:
-    return SampleOptions(prefetch_batches=batches)
-
-
 @pytest.fixture(scope="module")
 def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
@@ -54,20 +50,9 @@ def loader_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "forebay-loader"}
 
 
-def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2)
-    assert (loader.rank, loader.world_size, loader.order.global_batch) == (1, 3, 6)
-    monkeypatch.setenv("RANK", "x")
-    with pytest.raises(UsageError, match="RANK"):
-        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"seq_len": 0},
         {"seq_len": None},
         {"batch_size": None},
         {"batch_size": 0},
@@ -77,11 +62,9 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
         {"world_size": 4},
         {"world_size": 5000},
         {"seed": "x"},
-        {"epochs": 0},
         {"samples": SampleOptions(dtype=np.uint16)},
         {"samples": SampleOptions(dtype="no such")},
         {"samples": SampleOptions(max_documents=3)},
-        {"samples": {"drop_last": True}},
         {"cache": "tape"},
         {"cache": "ram", "cache_dir": "x"},
         {"cache_dir": "ram"},
@@ -89,7 +72,7 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
         {"packing": "fit"},
         {"cache_bytes": -1},
         {"cache_bytes": 1 << 30},
-        {"steps": 0},
+        {"shuffle": "no"},
         {"split": "train", "samples": SampleOptions(validation_fraction=2.0)},
         {"samples": SampleOptions(validation_fraction=0.1)},
         {"split": "test"},
@@ -118,6 +101,8 @@ def test_wrong_arguments(tokens_dir: Path, wrong: dict) -> None:
         (CacheOptions, {"keep": "none"}),
         (NetworkOptions, {"connections": 0}),
         (NetworkOptions, {"listen": True}),
+        (NetworkOptions, {"from_urls": "all"}),
+        (SampleOptions, {"drop_last": "no"}),
         (SampleOptions, {"prefetch_batches": -1}),
         (SampleOptions, {"max_documents": 0}),
     ],
@@ -163,8 +148,8 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
         tokens = np.arange(64, dtype=np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")
     import_slices(tmp_path, "three")
-    before = loader_threads()
-    loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, samples=prefetch_options(prefetch))
+    before, options = loader_threads(), SampleOptions(prefetch_batches=prefetch)
+    loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, samples=options)
     data = (tmp_path / "1.safetensors").read_bytes()
     (tmp_path / "1.safetensors").write_bytes(data[:-9])
     with pytest.raises(DatasetError, match=r"1\.safetensors"):

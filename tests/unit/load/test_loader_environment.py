@@ -18,7 +18,7 @@ def dataset(tmp_path: Path) -> Path:
 def test_given_arguments_come_before_those_of_the_environment(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "dataset": str(dataset), "seq_len": 16, "batch_size": 2, "seed": 3, "split": "train",
-        "samples": {"validation_fraction": 0.5},
+        "samples": {"validation_fraction": 0.5}, "cache": "disk",
     }  # fmt: skip
     monkeypatch.setenv("FOREBAY_LOADER", json.dumps(settings))
     ids = list_ids(Loader())
@@ -26,8 +26,8 @@ def test_given_arguments_come_before_those_of_the_environment(dataset: Path, mon
     same = Loader(dataset, seq_len=16, batch_size=2, seed=3, split="train", samples=options)
     assert ids == list_ids(same)
     other = Loader(batch_size=3, seq_len=8, samples=SampleOptions(prefetch_batches=1), cache=CacheOptions())
-    assert len(next(iter(other))) == 3 == len(ids[0]) + 1 and other.seq_len == 8 and other.arguments["seed"] == 3
-    assert other.arguments["samples"] == SampleOptions(validation_fraction=0.5, prefetch_batches=1)
+    assert len(next(iter(other))) == 3 == len(ids[0]) + 1 and other.seq_len == 8 and other.config.seed == 3
+    assert other.config.samples == SampleOptions(validation_fraction=0.5, prefetch_batches=1)
     assert len(next(iter(Loader(dataset, seq_len=16, batch_size=1)))) == 1
 
 

@@ -48,20 +48,22 @@ def test_metrics_are_served(folder: Path) -> None:
 
 
 def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
-    waits = WaitTimes()
-    waits.add(1.0, 0.5, 0.2, 0.1, "decode")
+    waits = WaitTimes(lambda: 1.0)
+    waits.asked_at = 0.0
+    waits.end((0.0, 0.5, 0.2, 0.1, 0.0), 0.0)
     parts = {"network": 0.5, "disk": 0.2, "device": 0.1, "decode": pytest.approx(0.2)}
     assert waits.seconds == dict.fromkeys(CAUSES, 0.0) | parts
-    waits.add(1.0, 4.0, 1.0, 1.0, "queue")  # A thread waited longer than its consumer did.
+    waits.asked_at = 0.0
+    waits.end((0.0, 4.5, 1.2, 1.1, 0.0), 2.0)  # A thread waited longer than its consumer did.
     assert waits.seconds["network"] == 1.5 and waits.seconds["queue"] == 0
 
 
 def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     waits = WaitTimes(lambda: now, every_s=30.0)
-    waits.add(20.0, 20.0, 0.0, 0.0, "decode")
+    waits.seconds["network"] = 20.0
     assert waits.check(30.0) is None  # The beginning.
-    waits.add(10.0, 9.0, 0.0, 0.0, "decode")
+    waits.seconds |= {"network": 29.0, "decode": 1.0}
     with caplog.at_level(logging.WARNING, "forebay"):
         result = waits.check(60.0)
     assert result.cause == "network" and result.speedup == pytest.approx(30 / 21)

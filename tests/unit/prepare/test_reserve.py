@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare import reserve as reserving
+from forebay.prepare import run as reserving
 from forebay.prepare.progress import RUNNING_FILE
-from forebay.prepare.reserve import locked, reserve
+from forebay.prepare.run import reserve
 from forebay.storage.store import open_store
 
 
@@ -66,11 +66,11 @@ def test_a_run_that_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_directory_is_locked(tmp_path: Path) -> None:
     store = open_store(tmp_path / "out")
-    refused = pytest.raises(UsageError, match="another prepare writes to")
-    with locked(store, shared=True), locked(store, shared=True), refused, locked(store, shared=False):
+    refused = pytest.raises(UsageError, match="another run writes to")
+    with store.locked(shared=True), store.locked(shared=True), refused, store.locked(shared=False):
         pass
-    with locked(store, shared=False), refused, locked(store, shared=True):
+    with store.locked(shared=False), refused, store.locked(shared=True):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="which is a file"), locked(open_store(tmp_path / "file"), shared=False):
+    with pytest.raises(UsageError, match="which is a file"), open_store(tmp_path / "file").locked(shared=False):
         pass

@@ -213,7 +213,7 @@ def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
         result = open_remote(url, dataset_id=dataset.id)
         assert (result.id, result.manifest, result.num_slices) == (dataset.id, dataset.manifest, 3)
         assert result.table.names.equals(dataset.table.names)
-        assert result.origin.url == url
+        assert (result.url, result.is_local, result.has_peers) == (url, False, False)
     assert server.requests.keys() == {"corpus/manifest.json", "corpus/slices.parquet"}
     with pytest.raises(UsageError, match="Loader"):
         result.open_slice(0)
@@ -255,7 +255,8 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: P
         with pytest.raises(UsageError, match="expected one dataset of this name, got 2"):
             open_remote(url, identity=reader, discovery=discovery)
         for expected in (dataset, other):
-            assert open_remote(url, identity=reader, discovery=discovery, dataset_id=expected.id).id == expected.id
+            opened = open_remote(url, identity=reader, discovery=discovery, dataset_id=expected.id)
+            assert opened.id == expected.id and opened.has_peers
         with pytest.raises(NetworkError, match="no peer serves"):
             open_origin(url, identity=reader, discovery=discovery, dataset_id="0" * 64).sources()
 

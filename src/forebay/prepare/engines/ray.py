@@ -22,7 +22,7 @@ from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
 from forebay.prepare.progress import name_of, read_all
 from forebay.prepare.results import Committing
-from forebay.storage.store import FolderStore, Store
+from forebay.storage.store import Store
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
 _STOP_S = 10.0
@@ -189,8 +189,8 @@ class RayEngine(Engine):
             self._start()
         # Ray's own retries would repeat an attempt that ran out of memory as it was.
         self._remote = self._ray.remote(max_retries=0, num_cpus=1)(_attempt)
-        if isinstance(self._store, FolderStore):
-            self._probe(self._store.path)
+        if self._store is not None and self._store.folder is not None:
+            self._probe(self._store.folder)
 
     def _start(self) -> None:
         for start in range(1, _STARTS + 1):

@@ -36,7 +36,7 @@ from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.storage.store import FolderStore, Store
+from forebay.storage.store import Store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
@@ -160,7 +160,7 @@ def export_files(run: PrepareRun, corpus: Corpus, format: str) -> list[WrittenFi
     """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
     names = dict.fromkeys(stage.subset for stage in run.recipe.stages if isinstance(stage, Subset))
     subsets = tuple(dict.fromkeys([*names, "rest"])) if names else ()
-    if isinstance(run.store, FolderStore):  # also of a subset without documents
+    if run.store.folder is not None:  # also of a subset without documents
         for subset in subsets:
             run.store.directory(f"text/{subset}")
     recorded = json.dumps({**run.recorded, **recorded_scores(run.recipe.stages)}, sort_keys=True)
