@@ -10,7 +10,7 @@ import inspect
 import logging
 from bisect import bisect_left
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 

@@ -6,7 +6,7 @@ Opens the datasets' descriptions, and reads document ends where packing or lengt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,9 +16,9 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError, UsageError
+from forebay.fetch.feed import CacheSettings
 from forebay.load.arguments import batch_sizes, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch_planner import BatchPlanner, make_collator
-from forebay.fetch.feed import CacheSettings
 from forebay.load.chunk_source import resolve_cache
 from forebay.load.options import LoaderConfig
 from forebay.load.order_source import StaticOrder

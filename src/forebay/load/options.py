@@ -15,9 +15,9 @@ from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load.arguments import batch_sizes, check_choice
 from forebay.load.packing import DocumentSubset
-from forebay.order.footprint import MAX_RATIO
 from forebay.load.samples import PACKINGS, SPLITS
 from forebay.load.sources import DatasetSource, Mixture, as_mixture
+from forebay.order.footprint import MAX_RATIO
 from forebay.order.step_index import check_integer
 
 if TYPE_CHECKING:
