@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from forebay.dataset.chunks import CHUNKS_FILE
+from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset, listed_files
 from forebay.errors import DatasetError, UsageError
@@ -32,7 +33,7 @@ from forebay.storage.origins import origin_of
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30
-FILES = (MANIFEST_FILE, TABLE_FILE, CHUNKS_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
+FILES = (MANIFEST_FILE, TABLE_FILE, CHUNKS_FILE, LENGTHS_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
 log = logging.getLogger("forebay.data_node")
 
 

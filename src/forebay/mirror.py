@@ -218,8 +218,8 @@ def _mirror(
         on_progress(row.bytes if is_present else 0)
     if target.folder:
         _check_room(target, sum(row.bytes for row in absent))
-    has_leaves = not dataset.table.chunk_bytes
-    if not has_leaves and (start, stop) == (0, dataset.num_slices):  # Now, as the source may be gone at the end.
+    has_leaves = False
+    if (start, stop) == (0, dataset.num_slices):  # Now, as the source may be gone at the end.
         with suppress(DatasetError, NetworkError):
             _copy_leaves(dataset.all_leaves(), target)
             has_leaves = True

@@ -24,18 +24,18 @@ def disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in files if path.is_file() and path.name != "state")
 
 
-def info_of(content: bytes, chunk_bytes: int = 0) -> SliceInfo:
+def info_of(content: bytes, chunk_bytes: int = 1 << 24) -> SliceInfo:
     """Return a table's row of a slice with these bytes."""
     return SliceInfo(0, "slice", len(content), root_of(leaves_of(content, chunk_bytes)), 0, 0, chunk_bytes)
 
 
-def leaves_of(content: bytes, chunk_bytes: int = 0) -> bytes:
+def leaves_of(content: bytes, chunk_bytes: int = 1 << 24) -> bytes:
     hasher = ChunkHasher(chunk_bytes)
     hasher.update(content)
     return hasher.leaves()
 
 
-def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 0) -> str:
+def put(cache: ChunkCache, content: bytes, chunk_bytes: int = 1 << 24) -> str:
     """Put a complete slice into the cache; return its id. Raises UsageError with the cache's reason."""
     info = info_of(content, chunk_bytes)
     if cache.get(info.sha256) is None:

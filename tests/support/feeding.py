@@ -244,6 +244,6 @@ def small_disk(directory: Path, size: int) -> Iterator[Path]:
 
 
 def has_id(path: Path | str, sha256: str) -> bool:
-    """Return True if a slice's file has this id, for any chunk size; reads it up to six times. Raises OSError."""
+    """Return True if a slice's file has this id, for any chunk size; reads it up to five times. Raises OSError."""
     sizes = [1 << bits for bits in range(MAX_CHUNK_BYTES.bit_length() - 1, MIN_CHUNK_BYTES.bit_length() - 2, -1)]
-    return any(hash_slice(path, size)[0] == sha256 for size in [*sizes, 0])
+    return any(hash_slice(path, size)[0] == sha256 for size in sizes)

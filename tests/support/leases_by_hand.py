@@ -34,7 +34,7 @@ def table_of(sha256: str, num_bytes: int, chunk_bytes: int = 0) -> SliceTable:
     """Return a table of four slices, the last of which has these values; by default a slice is one chunk."""
     values = [(f"{i:064x}", 1) for i in range(3)] + [(sha256, num_bytes)]
     rows = [SliceInfo(i, f"{i}.safetensors", size, sha256, 9, 1) for i, (sha256, size) in enumerate(values)]
-    return SliceTable.from_rows(rows, chunk_bytes)
+    return SliceTable.from_rows(rows, chunk_bytes or num_bytes)
 
 
 def lease_of(row: SliceInfo, dataset_id: str, providers: Sequence[dict], lease_id: str = "1") -> dict[str, Any]:
@@ -81,11 +81,11 @@ class FetchingWorker:
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait, and look at the leases meanwhile, as a session does."""
 
-        def look():
+        def update():
             self.fetcher.update()
             return condition()
 
-        until(look)
+        until(update)
 
     def fetched(self, lease: ActiveLease) -> bytes:
         """Wait for its slice; return its bytes."""

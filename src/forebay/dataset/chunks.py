@@ -2,12 +2,12 @@
 
 The leaves are the SHA-256 of chunks of `chunk_bytes` (the last may be shorter), a node is the SHA-256 of its two
 children, and the last node of an odd level moves up unchanged. A slice of one chunk has the SHA-256 of its file as its
-id, as in format 1, whose slices are one chunk each (`chunk_bytes` 0). Table and manifest fix the sizes, so the tree's
-shape is known and a node cannot pass for a leaf. `chunks.sha256` has the leaves of all slices, in their order.
+id. Table and manifest fix the sizes, so the tree's shape is known and a node cannot pass for a leaf. `chunks.sha256`
+has the leaves of all slices, in their order.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,13 +33,13 @@ def chunk_size(slice_bytes: int) -> int:
 
 
 def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
-    """Chunks of a slice of `num_bytes`; at least one. `chunk_bytes` 0: the slice is one chunk."""
-    return max(1, -(-num_bytes // chunk_bytes)) if chunk_bytes else 1
+    """Chunks of a slice of `num_bytes`; at least one."""
+    return max(1, -(-num_bytes // chunk_bytes))
 
 
 def first_chunks(sizes: I64, chunk_bytes: int) -> I64:
     """The number of each slice's first chunk among those of all slices, and their total: int64 [S + 1]."""
-    counts = np.maximum(1, -(-sizes // chunk_bytes)) if chunk_bytes else np.ones_like(sizes)
+    counts = np.maximum(1, -(-sizes // chunk_bytes))
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
@@ -62,9 +62,9 @@ class ChunkHasher:
 
     def __init__(self, chunk_bytes: int) -> None:
         self.num_bytes = 0
-        self._chunk_bytes = chunk_bytes or 1 << 62
+        self._chunk_bytes = chunk_bytes
         self._digest = hashlib.sha256()
-        self._space = self._chunk_bytes
+        self._space = chunk_bytes
         self._leaves: list[bytes] = []
 
     def update(self, data: bytes | memoryview) -> None:
@@ -87,6 +87,23 @@ class ChunkHasher:
         self._digest, self._space = hashlib.sha256(), self._chunk_bytes
 
 
+class HashedPieces:
+    """The pieces of a file, which pass through; `num_bytes` and `sha256` are of those so far."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self.num_bytes, self._pieces, self._digest = 0, pieces, hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._pieces:
+            self.num_bytes += len(piece)
+            self._digest.update(piece)
+            yield piece
+
+
 def hash_slice(path: Path | str, chunk_bytes: int) -> tuple[str, bytes]:
     """The id of a slice's file, in hex, and the leaves of its tree. Raises OSError."""
     hasher, buffer = ChunkHasher(chunk_bytes), memoryview(bytearray(_READ_BYTES))
@@ -99,11 +116,10 @@ def hash_slice(path: Path | str, chunk_bytes: int) -> tuple[str, bytes]:
 
 def wrong_chunks(data: memoryview, leaves: bytes, chunk_bytes: int) -> Sequence[int]:
     """Indexes of the chunks of `data`, which begins with the first of `leaves`, that have another hash."""
-    size = chunk_bytes or max(1, len(data))
     return [
         i
-        for i, start in enumerate(range(0, max(1, len(data)), size))
-        if hashlib.sha256(data[start : start + size]).digest() != leaves[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+        for i, start in enumerate(range(0, max(1, len(data)), chunk_bytes))
+        if hashlib.sha256(data[start : start + chunk_bytes]).digest() != leaves[i * HASH_BYTES : (i + 1) * HASH_BYTES]
     ]
 
 

@@ -1,8 +1,8 @@
 """The manifest of a dataset and the table of its slices: reading, writing and validation, as untrusted input.
 
-The dataset id is the SHA-256 of the manifest's canonical JSON without the name (format 1: of `manifest.json` itself).
-The manifest has the SHA-256 of the table (`slices.parquet`), the table the id of each slice (`chunks`), so the id fixes
-every byte, in any directory and under any name. A row of the table costs about 60 bytes on disk and 100 in memory.
+The dataset id is the SHA-256 of the manifest's canonical JSON without the name. The manifest has the SHA-256 of the
+table (`slices.parquet`) and of the documents' lengths, the table the id of each slice (`chunks`), so the id fixes every
+byte, in any directory and under any name. A row of the table costs about 60 bytes on disk and 100 in memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.arrays import I32, I64, U8
-from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, HashedPieces
 from forebay.dataset.parquet_pages import Footer, pages, read_footer
 from forebay.errors import DatasetError, UsageError
 
 # The manifest has a field `bytes`, which hides the type's name inside the classes.
 Bytes: TypeAlias = bytes
 
-FORMAT_VERSION = 2
-_FORMATS = (1, 2)  # 1: whole slices are hashed, and the name is part of the id.
+FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 TABLE_FILE = "slices.parquet"
 DOCUMENTS_FILE = "documents.parquet"
@@ -41,7 +40,7 @@ MAX_MANIFEST_BYTES = 256 << 20  # A lineage of a million inputs is about 150 MB.
 
 LAYOUTS = ("tokens", "rows")
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
-_COUNTS = ("vocab_size", "tokens", "rows", "documents", "slices", "bytes")
+_COUNTS = ("vocab_size", "tokens", "rows", "documents", "slices", "bytes", "lengths_bytes")
 # An empty, `.` or `..` part (so also a leading, trailing or double slash), a backslash, a control character.
 _UNSAFE_NAME = re.compile(r"(?:^|/)\.{0,2}(?:/|\Z)|[\\\x00-\x1f\x7f]")
 _ENCODINGS = (0, 2, 8)  # PLAIN, and a dictionary's indexes
@@ -53,10 +52,11 @@ _PHYSICAL = list(zip(_COLUMNS, (6, 2, 7, 2, 2), (0, 0, 32, 0, 0)))  # BYTE_ARRAY
 class Manifest:
     """A dataset's description.
 
-    `chunk_bytes` is the size of the chunks that are verified by themselves; 0: whole slices, as in format 1. `dtype` is
-    `U16` or `U32` for layout `tokens` and empty for `rows`; `tokens` is 0 for `rows`, `rows` is 0 for `tokens`. `bytes`
-    counts the slice files only. `lineage["files"]`, if present, maps other files of the dataset (such as
-    tokenizer.json) to their sha256, so that the id fixes them too.
+    `chunk_bytes` is the size of the chunks that are verified by themselves. `dtype` is `U16` or `U32` for layout
+    `tokens` and empty for `rows`; `tokens` is 0 for `rows`, `rows` is 0 for `tokens`. `bytes` counts the slice files
+    only. `lengths_bytes` and `lengths_sha256` are those of the file of the documents' lengths (`lengths`), 0 and empty
+    for `rows`. `lineage["files"]`, if present, maps other files of the dataset (such as tokenizer.json) to their
+    sha256, so that the id fixes them too.
 
     Raises:
         DatasetError: If a field is of another type or the fields contradict each other.
@@ -76,7 +76,9 @@ class Manifest:
     bytes: int
     table_sha256: str
     lineage: dict[str, Any]
-    chunk_bytes: int = 0
+    chunk_bytes: int
+    lengths_bytes: int = 0
+    lengths_sha256: str = ""
 
     def __post_init__(self) -> None:
         _check_manifest(self)
@@ -94,36 +96,30 @@ class Manifest:
         vocab_size: int = 0,
         eos_id: int | None = None,
         table_sha256: str = "",
+        lengths: HashedPieces | None = None,
     ) -> Manifest:
-        """The manifest of a dataset of these slices, with the table's totals and hash."""
+        """The manifest of a dataset of these slices, with the table's totals and hash, and those of `lengths`."""
         totals = {"documents": int(table.documents.sum()), "slices": len(table), "bytes": int(table.bytes.sum())}
         totals |= {"tokens": 0, "rows": 0, layout: int(table.count.sum())}
         name = printable_name(name)
         return cls(
             format=FORMAT_VERSION, name=name, layout=layout, dtype=dtype, tokenizer=tokenizer, vocab_size=vocab_size,
             eos_id=eos_id, table_sha256=table_sha256 or hashlib.sha256(table.to_parquet()).hexdigest(),
-            lineage=lineage, chunk_bytes=table.chunk_bytes, **totals,
+            lineage=lineage, chunk_bytes=table.chunk_bytes, lengths_bytes=lengths.num_bytes if lengths else 0,
+            lengths_sha256=lengths.sha256 if lengths else "", **totals,
         )  # fmt: skip
 
     @property
     def id(self) -> str:
         """The dataset id, in hex."""
-        if self.format == 1:
-            return hashlib.sha256(self.to_json()).hexdigest()
-        plain = self._plain()
+        plain = {**vars(self)}
         del plain["name"]
         return hashlib.sha256(_canonical(plain)).hexdigest()
 
     def to_json(self) -> Bytes:
         """Canonical bytes: sorted keys, indent 1, UTF-8, a newline; `check` is their sha256 without it."""
-        plain = self._plain()
+        plain = vars(self)
         return _canonical({**plain, "check": hashlib.sha256(_canonical(plain)).hexdigest()})
-
-    def _plain(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if self.format == 1:
-            del plain["chunk_bytes"]
-        return plain
 
     @classmethod
     def from_json(cls, data: Bytes) -> Manifest:
@@ -141,12 +137,9 @@ class Manifest:
             raise _manifest_error("JSON", f"{error}. Fetch or prepare the dataset again") from error
         if not isinstance(plain, dict):
             raise _manifest_error("a JSON object", type(plain).__name__)
-        version = plain.get("format")
-        if version not in _FORMATS or isinstance(version, (bool, float)):
-            got = f"format {version!r}. Open it with the Forebay that wrote it"
-            raise _manifest_error(f"format {FORMAT_VERSION} or an earlier one", got)
+        _check_format(plain.get("format"))
         check = plain.pop("check", None)
-        names = {field.name for field in fields(cls)} - ({"chunk_bytes"} if version == 1 else set())
+        names = {field.name for field in fields(cls)}
         if set(plain) != names:
             got = f"missing {sorted(names - set(plain))}, extra {sorted(set(plain) - names)}"
             raise _manifest_error(f"fields {sorted(names)}", got)
@@ -157,6 +150,9 @@ class Manifest:
             raise _manifest_error("values that JSON can hold", str(error)) from error
         if canonical != data:
             raise _manifest_error("canonical JSON with its own check", f"check {check!r}: a byte was changed")
+        if (manifest.layout == "tokens") != bool(manifest.lengths_sha256):
+            expected = "lengths_sha256 of layout tokens alone"
+            raise _manifest_error(expected, f"{manifest.lengths_sha256!r} of layout {manifest.layout}")
         return manifest
 
 
@@ -173,7 +169,7 @@ class SliceInfo:
     sha256: str
     count: int
     documents: int
-    chunk_bytes: int = 0
+    chunk_bytes: int = MAX_CHUNK_BYTES
     offset: int = 0
 
 
@@ -186,10 +182,10 @@ class SliceTable:
     sha256: U8  # [S, 32], the slice's id: the root of the tree over its chunks
     count: I64  # [S], tokens or rows
     documents: I64  # [S], documents that end in the slice (0 for rows)
-    chunk_bytes: int = 0  # of the manifest
+    chunk_bytes: int = MAX_CHUNK_BYTES  # of the manifest; of another tool's format the bytes of its largest slice
 
     @classmethod
-    def from_rows(cls, rows: Sequence[SliceInfo], chunk_bytes: int = 0) -> SliceTable:
+    def from_rows(cls, rows: Sequence[SliceInfo], chunk_bytes: int = MAX_CHUNK_BYTES) -> SliceTable:
         """A table of these rows, in this order (`index` and their `chunk_bytes` are ignored)."""
         table = cls(
             names=pa.array([row.name for row in rows], pa.string()),
@@ -225,7 +221,7 @@ class SliceTable:
         return sink.getvalue()
 
     @classmethod
-    def from_parquet(cls, data: Bytes, chunk_bytes: int = 0) -> SliceTable:
+    def from_parquet(cls, data: Bytes, chunk_bytes: int = MAX_CHUNK_BYTES) -> SliceTable:
         """The table in `data`.
 
         DatasetError if it is not Parquet, lacks a column or has one of another type, holds nulls or negative numbers,
@@ -332,9 +328,10 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _is_chunk_size(m: Manifest) -> bool:
-    size = m.chunk_bytes
-    return m.format > 1 and MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
+def _check_format(version: object) -> None:
+    if type(version) is not int or version != FORMAT_VERSION:
+        advice = "Prepare the dataset again with this version, or remove the file and import its slices"
+        raise _manifest_error(f"format {FORMAT_VERSION}", f"format {version!r}. {advice}")
 
 
 def printable_name(name: str) -> str:
@@ -343,12 +340,12 @@ def printable_name(name: str) -> str:
 
 
 def _check_manifest(m: Manifest) -> None:
-    if m.format not in _FORMATS:
-        raise _manifest_error(f"format {FORMAT_VERSION}", repr(m.format))
-    if not _is_count(m.chunk_bytes) or (m.chunk_bytes and not _is_chunk_size(m)):
-        expected = f"chunk_bytes 0 or a power of two from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
-        raise _manifest_error(expected, repr(m.chunk_bytes))
-    for name in ("name", "layout", "dtype", "tokenizer", "table_sha256"):
+    _check_format(m.format)
+    size = m.chunk_bytes
+    if not _is_count(size) or not MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES or size & (size - 1):
+        expected = f"chunk_bytes: a power of two from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
+        raise _manifest_error(expected, repr(size))
+    for name in ("name", "layout", "dtype", "tokenizer", "table_sha256", "lengths_sha256"):
         if not isinstance(getattr(m, name), str):
             raise _manifest_error(f"{name}: a string", repr(getattr(m, name)))
     for name in _COUNTS:
@@ -366,8 +363,12 @@ def _check_manifest(m: Manifest) -> None:
         raise _manifest_error("a vocabulary of at most 65536 for dtype U16", str(m.vocab_size))
     if m.eos_id is not None and (not _is_count(m.eos_id) or (m.vocab_size and m.eos_id >= m.vocab_size)):
         raise _manifest_error(f"eos_id below vocab_size {m.vocab_size}, or null", repr(m.eos_id))
-    if len(m.table_sha256) != 64 or not set(m.table_sha256) <= set("0123456789abcdef"):
-        raise _manifest_error("table_sha256: 64 hex digits", repr(m.table_sha256))
+    for name in ("table_sha256", "lengths_sha256"):
+        value = getattr(m, name)
+        if not re.fullmatch("[0-9a-f]{64}", value) and (value or name != "lengths_sha256"):
+            raise _manifest_error(f"{name}: 64 hex digits", repr(value))
+    if m.lengths_bytes > 9 * m.documents + 80 * m.slices:  # Integers that zstd cannot compress have less.
+        raise _manifest_error(f"lengths_bytes: the size of {m.documents} lengths", repr(m.lengths_bytes))
     if not isinstance(m.lineage, dict):
         raise _manifest_error("lineage: an object", type(m.lineage).__name__)
 

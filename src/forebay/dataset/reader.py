@@ -9,19 +9,21 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
 
 from forebay import html
-from forebay.arrays import I64
+from forebay.arrays import I64, U64
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
 from forebay.dataset.documents import Document, Documents
+from forebay.dataset.lengths import LENGTHS_FILE, read_document_ends
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
@@ -91,6 +93,7 @@ class Dataset:
         self.manifest = manifest
         self.table = table
         self.id = id
+        self.fetched_bytes = 0  # Of files other than slices, after it was opened.
         self._verified = verified
         self._open: OrderedDict[int, Slice] = OrderedDict()
         self._lock = threading.Lock()
@@ -278,6 +281,31 @@ class Dataset:
                 f"{self.path / CHUNKS_FILE}: cannot be read: {error.strerror or error}. Fetch it again."
             ) from error
 
+    def all_document_ends(self) -> Iterator[U64]:
+        """Yield the document ends of each slice of layout `tokens`, U64 [D], in order; no slice is read.
+
+        Raises:
+            DatasetError: If `lengths.zst` is missing or damaged, or contradicts the table.
+            NetworkError: If no source of a remote dataset has it.
+        """
+        with self.open_lengths() as file:
+            yield from read_document_ends(file, self.manifest, self.table, f"{self.url}/{LENGTHS_FILE}")
+
+    @contextmanager
+    def open_lengths(self) -> Iterator[BinaryIO]:
+        """Open `lengths.zst`, verified. Errors as of `all_document_ends`."""
+        path = self.path / LENGTHS_FILE
+        try:
+            with path.open("rb") as file:
+                if self._verified is not None and (got := hash_file(file)) != self.manifest.lengths_sha256:
+                    raise DatasetError(
+                        f"{path}: expected sha256 {self.manifest.lengths_sha256}, got {got}. Fetch or prepare it again."
+                    )
+                file.seek(0)
+                yield file
+        except OSError as error:
+            raise DatasetError(f"{path}: cannot be read: {error.strerror or error}. Fetch it again.") from error
+
     def check_slice(self, row: SliceInfo, opened: Slice) -> None:
         count = len(opened.tokens) if self.manifest.layout == "tokens" else opened.num_rows
         kind = opened.dtypes["tokens"] if self.manifest.layout == "tokens" else ""
@@ -323,8 +351,7 @@ class Dataset:
                 names[state].append(name)
                 if on_progress is not None:
                     on_progress(size or 0)
-        if self.table.chunk_bytes:
-            names[self._state_of_chunks()].append(CHUNKS_FILE)
+        names[self._state_of_chunks()].append(CHUNKS_FILE)
         changed, missing, extra = names["changed"], names["missing"], self._extra()
         failed = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
         return VerifyReport(not failed, failed, changed, missing, extra)
@@ -337,8 +364,8 @@ class Dataset:
                 return "missing"
             if size is not None and path.stat().st_size != size:
                 return "changed"
-            chunk_bytes = 0 if size is None else self.table.chunk_bytes
-            return "" if hash_slice(path, chunk_bytes)[0] == sha256 else "changed"
+            got = hash_file(path) if size is None else hash_slice(path, self.table.chunk_bytes)[0]
+            return "" if got == sha256 else "changed"
         except OSError:
             return "changed"
 
@@ -361,7 +388,7 @@ class Dataset:
         own_names = {
             MANIFEST_FILE,
             TABLE_FILE,
-            *([CHUNKS_FILE] if self.table.chunk_bytes else []),
+            CHUNKS_FILE,
             *_COMPANIONS,
             *listed_files(self.manifest),
         }
@@ -466,10 +493,11 @@ def _read(folder: Path, name: str) -> bytes:
 
 def listed_files(manifest: Manifest) -> dict[str, str]:
     """The files other than slices that the manifest lists: name to sha256 in hex."""
-    files = manifest.lineage.get("files", {})
+    files, lengths = manifest.lineage.get("files", {}), manifest.lengths_sha256
     if not isinstance(files, dict):
-        return {}
-    return {name: str(sha) for name, sha in files.items() if "/" not in name and name not in ("", ".", "..")}
+        files = {}
+    listed = {name: str(sha) for name, sha in files.items() if "/" not in name and name not in ("", ".", "..")}
+    return listed | ({LENGTHS_FILE: lengths} if lengths else {})
 
 
 def _sum(column: Any) -> int:

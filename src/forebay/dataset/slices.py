@@ -10,7 +10,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from forebay.arrays import U8, U16, U32, U64, Array
-from forebay.dataset.chunks import ChunkHasher, root_of
+from forebay.dataset.chunks import MAX_CHUNK_BYTES, ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_atomic
 from forebay.maps import map_file
@@ -95,55 +95,33 @@ def open_slice(path: Path | str) -> Slice:
 
 def view_slice(memory: U8, path: Path) -> Slice:
     """The slice in these bytes; only its header is read. Raises DatasetError if it is not valid SafeTensors."""
-    offset = 0
-
-    def read(count: int) -> bytes:
-        nonlocal offset
-        offset += count
-        return memory[offset - count : offset].tobytes()
-
-    located = locate_tensors(read, len(memory), path)
-    tensors = {
-        name: memory[start:stop].view(DTYPES[kind]).reshape(shape)
-        for name, (kind, shape, start, stop) in located.items()
-    }
-    return Slice(path, tensors, {name: kind for name, (kind, *_) in located.items()})
-
-
-_Entry = tuple[str, str, tuple[int, ...], int, int]
-_Extent = tuple[str, tuple[int, ...], int, int]  # The same without the name.
-
-
-def locate_tensors(read: Callable[[int], bytes], size: int, location: object = "a slice") -> dict[str, _Extent]:
-    """Locate the tensors of a SafeTensors file of `size` bytes by its header.
-
-    Args:
-        read: Returns the next n bytes, from the file's start on.
-
-    Returns:
-        By name: the container's type name, shape, and bytes [start, stop) of the file.
-
-    Raises:
-        DatasetError: If it is not valid SafeTensors.
-    """
     try:
-        return _read_header(read, size)
+        entries, base = _read_header(memory)
     except _HeaderError as error:
-        raise DatasetError(f"{location}: {error}. The file is no slice or is damaged; fetch it again.") from error
+        raise DatasetError(f"{path}: {error}. The file is no slice or is damaged; fetch it again.") from error
+    tensors = {
+        name: memory[base + start : base + stop].view(DTYPES[kind]).reshape(shape)
+        for name, kind, shape, start, stop in entries
+    }
+    return Slice(path, tensors, {name: kind for name, kind, *_ in entries})
+
+
+_Entry = tuple[str, str, tuple[int, ...], int, int]  # Name, type, shape, and bytes [start, stop) of the data.
 
 
 class _HeaderError(ValueError):
-    """An invalid header; `locate_tensors` adds the path."""
+    """An invalid header; `view_slice` adds the path."""
 
 
-def _read_header(read: Callable[[int], bytes], size: int) -> dict[str, _Extent]:
-    """As `locate_tensors`; raises _HeaderError."""
+def _read_header(memory: U8) -> tuple[list[_Entry], int]:
+    """The tensors of a SafeTensors file, and where their data begin. Raises _HeaderError."""
+    size = len(memory)
     if size < 8:
         raise _HeaderError(f"expected at least 8 bytes of SafeTensors, got {size}")
-    length = int.from_bytes(read(8), "little")
-    if length > min(MAX_HEADER_BYTES, size - 8):
-        raise _HeaderError(f"expected a header of at most {min(MAX_HEADER_BYTES, size - 8)} bytes, got {length}")
-    raw = read(length)
+    base = 8 + int.from_bytes(memory[:8].tobytes(), "little")
+    if base > min(MAX_HEADER_BYTES, size - 8) + 8:
+        raise _HeaderError(f"expected a header of at most {min(MAX_HEADER_BYTES, size - 8)} bytes, got {base - 8}")
+    raw = memory[8:base].tobytes()
     if raw[:1] != b"{":
         raise _HeaderError(f"expected a header that begins with '{{', got {raw[:1]!r}")
     try:
@@ -152,8 +130,7 @@ def _read_header(read: Callable[[int], bytes], size: int) -> dict[str, _Extent]:
         raise
     except (ValueError, RecursionError) as error:
         raise _HeaderError(f"expected a header of JSON, got {error}") from error
-    entries, base = _check_header(header, size - 8 - length), 8 + length
-    return {name: (kind, shape, base + start, base + stop) for name, kind, shape, start, stop in entries}
+    return _check_header(header, size - base), base
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -208,7 +185,7 @@ class WrittenSlice(NamedTuple):
 
 def write_token_slice(
     path: Path | BinaryIO, tokens: U16 | U32, document_ends: U64,
-    chunk_bytes: int = 0,
+    chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> WrittenSlice:  # fmt: skip
     """Write a slice of layout `tokens`: to a path atomically, or to an open file.
 
@@ -234,7 +211,7 @@ def check_document_ends(document_ends: Array, num_tokens: int) -> str:
 
 def write_rows_slice(
     path: Path | BinaryIO, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None,
-    chunk_bytes: int = 0,
+    chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> WrittenSlice:  # fmt: skip
     """Write a slice of layout `rows`: to a path atomically, or to an open file.
 

@@ -53,7 +53,7 @@ class VerifiedChunks:
         missing = first + np.flatnonzero(flags[first:last] == 0)
         if not len(missing):
             return
-        expected, size = leaves(), row.chunk_bytes or row.bytes
+        expected, size = leaves(), row.chunk_bytes
         for run in consecutive_runs(missing):
             for start in range(0, len(run), _READ_CHUNKS):
                 low, high = int(run[start]), int(run[min(len(run), start + _READ_CHUNKS) - 1]) + 1

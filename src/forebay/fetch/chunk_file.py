@@ -97,7 +97,7 @@ class ChunkFile:
 
     @property
     def chunk_bytes(self) -> int:
-        return self.info.chunk_bytes or self.info.bytes
+        return self.info.chunk_bytes
 
     def stored(self, chunks: I64) -> I64:
         """Those of the chunks whose bytes are here; another process may have them verified again."""

@@ -126,7 +126,7 @@ class WrongBytesError(ProtocolError, IntegrityError):
 
 
 class NoProviderError(NetworkError):
-    """Nobody can be asked for an object now: its runs wait until `RunFetcher.wake`."""
+    """An object has no source now: its runs wait until `RunFetcher.wake`."""
 
 
 class Sources(Protocol):
@@ -225,7 +225,7 @@ class RunFetcher(Closing):
         self._running = Counter[ChunkRun]()  # their attempts
         self._numbers = itertools.count()
         self._sources: dict[str, SourceStats] = {}  # by URL
-        self._parked: list[ChunkRun] = []  # Nobody can be asked for them now.
+        self._parked: list[ChunkRun] = []  # without a source now
         self._threads: list[SupervisedThread] = []
         self._num_abandoned = 0  # attempts that another one took over, and whose threads wait for the source
         self._watch: SupervisedThread | None = None
@@ -257,7 +257,7 @@ class RunFetcher(Closing):
             self._threads.append(SupervisedThread(self._run_connection, name).start())
 
     def wake(self) -> None:
-        """Somebody may be asked now for what nobody could be asked for."""
+        """Ask again for the sources of runs that had none."""
         with self._changed:
             parked, self._parked = self._parked, []
             for run in parked:
@@ -509,7 +509,7 @@ class RunFetcher(Closing):
             raise TransientError(f"the body of {run.name} ended at byte {run.position}, before {stop}")
 
     def _find_leaves(self, run: ChunkRun, source: Origin) -> bytes | None:
-        """The leaves of a slice's tree; None for an object without one. Raises PermanentError if nobody has them."""
+        """The leaves of a slice's tree; None for an object without one. Raises PermanentError if no source has them."""
         entry, info = run.entry, run.entry.info
         if not info.sha256 or entry.check is not None:
             return None

@@ -502,10 +502,10 @@ class ChunkFeed:
                 try:
                     fetcher.start(job)
                 except Exception as error:  # noqa: BLE001 - the consumer that waits for the chunks gets it
-                    self._end_run(job, error, tell=False)
+                    self._end_run(job, error, notify=False)
         return True
 
-    def _end_run(self, job: ChunkRun, error: Exception | None, tell: bool = True) -> None:
+    def _end_run(self, job: ChunkRun, error: Exception | None, notify: bool = True) -> None:
         cache, entry = self._cache, job.entry
         if cache is not None:
             cache.complete(entry, np.arange(job.first, job.stop))
@@ -523,7 +523,7 @@ class ChunkFeed:
             self._start_fetches()
             self._changed.notify_all()
             changed = [plan.on_change for plan in self._plans if plan.on_change and group in plan.groups]
-        for on_change in changed if tell else ():
+        for on_change in changed if notify else ():
             on_change()
 
     def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception) -> None:

@@ -56,8 +56,7 @@ class ChunkTable:
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         tables = [dataset.table for dataset in datasets]
         self.num_bytes = np.concatenate([table.bytes for table in tables])  # [K]
-        sizes = [np.where(table.chunk_bytes, table.chunk_bytes, np.maximum(1, table.bytes)) for table in tables]
-        self.chunk_bytes = np.concatenate(sizes).astype(np.int64)  # [K]
+        self.chunk_bytes = np.repeat([table.chunk_bytes for table in tables], list(map(len, tables)))  # [K]
         counts = [np.diff(first_chunks(table.bytes, table.chunk_bytes)) for table in tables]
         self.first = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)  # [K + 1]
         widths = [TOKEN_DTYPES[d.manifest.dtype].itemsize if d.manifest.layout == "tokens" else 0 for d in datasets]

@@ -1,8 +1,9 @@
 """The files of a conversion in a bucket: at most two are on disk, and a run after a kill goes on behind the last one.
 
 Below `.converting/` of the target are the plan and a record of each file that was uploaded and read back: its
-OutputFile, the hashes of its chunks, and from where the source is read to go on behind it. A record is one small
-object a file, read by its number, so a stale listing does no harm. All are deleted when the output is complete.
+OutputFile, the hashes of its chunks, the lengths of its documents, and from where the source is read to go on behind
+it. A record is one small object a file, read by its number, so a stale listing does no harm. All are deleted when the
+output is complete.
 """
 
 import errno
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from forebay.dataset.chunks import chunk_size
+from forebay.dataset.chunks import HASH_BYTES, chunk_size, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
@@ -44,7 +45,7 @@ from forebay.storage.store import BucketStore
 
 _RECORDS = ".converting"
 _PLAN_FILE = f"{_RECORDS}/plan.json"
-_PLAN_VERSION = 1
+_PLAN_VERSION = 2
 _RECORD_BYTES = 1 << 10  # What a record has before the hashes of chunks.
 _NUM_READERS = 16
 _NOT_SETTINGS = ("on_progress", "on_skipped", "sink")  # Of ConvertOptions: they do not change what is written.
@@ -125,12 +126,12 @@ class BucketSink(FileSink):
         self._join()
         self._upload = self._pool.submit(self._put, self._num_files, file, path, mark)
         self._num_files += 1
-        return replace(file, leaves=b"")
+        return _without_parts(file)
 
-    def leaves(self, files: Sequence[OutputFile]) -> Iterator[bytes]:
+    def complete(self, files: Sequence[OutputFile]) -> Iterator[OutputFile]:
         """As of FileSink, from the records."""
         self._join()
-        for index in range(len(files)):
+        for index, file in enumerate(files):
             try:
                 data = self._store.read(_record_name(index))
             except FileNotFoundError as error:
@@ -138,7 +139,9 @@ class BucketSink(FileSink):
                     f"{self._store.url}: expected the record of file {index}, got none: another conversion to it "
                     "ended. See whether it is complete: forebay verify."
                 ) from error
-            yield data[8 + int.from_bytes(data[:8], "little") :]
+            start = 8 + int.from_bytes(data[:8], "little")
+            stop = start + num_chunks(file.num_bytes, self._chunk_bytes) * HASH_BYTES
+            yield replace(file, leaves=data[start:stop], lengths=data[stop:])
 
     def write(self, path: Path, data: Iterable[bytes]) -> None:
         """As of FileSink."""
@@ -175,7 +178,7 @@ class BucketSink(FileSink):
 
     def _put(self, index: int, file: OutputFile, path: Path, mark: tuple[int, Position] | None) -> None:
         if index < len(self._records):
-            if self._records[index][0] != replace(file, leaves=b""):
+            if self._records[index][0] != _without_parts(file):
                 raise DatasetError(
                     f"{self._store.url}/{file.name}: expected the bytes that an earlier run wrote, got others. Its "
                     "inputs or the program changed: choose another prefix."
@@ -183,13 +186,13 @@ class BucketSink(FileSink):
             path.unlink()
             return
         self._store.put(file.name, path)
-        chunk_bytes = self._chunk_bytes if file.leaves else 0
+        chunk_bytes = self._chunk_bytes if file.leaves else max(1, file.num_bytes)
         if state := object_state(self._origin, file.name, file.num_bytes, file.sha256, chunk_bytes):
             raise DatasetError(
                 f"{self._store.url}/{file.name}: expected what was uploaded, got it {state}. Run it again."
             )
-        header = orjson.dumps([asdict(replace(file, leaves=b"")) | {"leaves": ""}, mark])
-        self._store.create(_record_name(index), len(header).to_bytes(8, "little") + header + file.leaves)
+        header = orjson.dumps([asdict(file) | {"leaves": "", "lengths": ""}, mark])
+        self._store.create(_record_name(index), len(header).to_bytes(8, "little") + header + file.leaves + file.lengths)
 
     def _load(self, index: int) -> tuple[OutputFile, tuple[int, Position] | None] | None:
         try:
@@ -197,7 +200,11 @@ class BucketSink(FileSink):
         except FileNotFoundError:
             return None
         entry, mark = orjson.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return OutputFile(**entry | {"leaves": b""}), None if mark is None else (int(mark[0]), mark[1])
+        return OutputFile(**entry | {"leaves": b"", "lengths": b""}), None if mark is None else (int(mark[0]), mark[1])
+
+
+def _without_parts(file: OutputFile) -> OutputFile:
+    return replace(file, leaves=b"", lengths=b"")
 
 
 def write_to_bucket(

@@ -112,6 +112,7 @@ class OutputFile:
         count: Tokens or rows.
         num_documents: Documents that end in it.
         leaves: Of a slice the hashes of its chunks.
+        lengths: Of a slice of tokens its part of `lengths.zst`.
         digest: Of a part of a table, as of `Written`.
     """
 
@@ -121,6 +122,7 @@ class OutputFile:
     count: int
     num_documents: int = 0
     leaves: bytes = b""
+    lengths: bytes = b""
     digest: str = ""
 
 
@@ -142,9 +144,9 @@ class FileSink:
         """Take over a complete file at `path`; returns what the writer keeps of it."""
         return file
 
-    def leaves(self, files: Sequence[OutputFile]) -> Iterable[bytes]:
-        """Return the hashes of the chunks of all files."""
-        return (file.leaves for file in files)
+    def complete(self, files: Sequence[OutputFile]) -> Iterable[OutputFile]:
+        """Return the files with their `leaves` and `lengths`."""
+        return files
 
     def write(self, path: Path, data: Iterable[bytes]) -> None:
         """Write a file that belongs to all others."""

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from forebay import maps
 from forebay.arrays import U8, U64, Array
+from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends
@@ -84,7 +85,7 @@ class ExternalDataset(Dataset, ABC):
         self._marks = list(marks)
         self._maps: OrderedDict[Path, U8] = OrderedDict()
         self._map_lock = threading.Lock()
-        table = _table(self.parts, self._marks)
+        table = _table(self.parts, self._marks)  # A slice is read as a whole, as some are copies.
         digest = hashlib.sha256()
         for column in (table.sha256, table.count, table.documents):
             digest.update(np.ascontiguousarray(column).tobytes())
@@ -92,7 +93,7 @@ class ExternalDataset(Dataset, ABC):
         what |= settings or {}
         described = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
         manifest = Manifest.of(
-            table,
+            replace(table, chunk_bytes=MAX_CHUNK_BYTES),
             {"opened": what},
             name=path.resolve().name,
             layout="tokens",
@@ -125,6 +126,10 @@ class ExternalDataset(Dataset, ABC):
 
     def first_token(self, index: int) -> int:
         return self.parts[index].start
+
+    def all_document_ends(self) -> Iterator[U64]:
+        """As of Forebay's own datasets, from the slices: their formats have no lengths beside them."""
+        return (self.read_slice(index).document_ends for index in range(self.num_slices))
 
     def release(self, index: int, opened: Slice) -> None:
         """As of Forebay's own datasets; the pages of the whole file, which has one map."""
@@ -371,4 +376,5 @@ def _table(parts: Sequence[ExternalSlice], marks: Sequence[bytes]) -> SliceTable
         sha256=np.frombuffer(digests, np.uint8).reshape(-1, 32),
         count=np.array([p.count for p in parts], np.int64),
         documents=np.array([p.documents for p in parts], np.int64),
+        chunk_bytes=max((1, *(p.num_bytes for p in parts))),
     )

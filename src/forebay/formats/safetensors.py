@@ -22,7 +22,8 @@ import pyarrow as pa
 
 from forebay.arrays import I64, U8, Array
 from forebay.dataset.agreement import TOKENIZER_FILE
-from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
+from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size
+from forebay.dataset.lengths import LENGTHS_FILE, encode_lengths
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
@@ -139,7 +140,8 @@ class ForebayDataset(Format):
             written = write_token_slice(out / name, part.tokens, part.document_ends, chunk_size(options.slice_bytes))
             if sink.is_remote:
                 _check_slice(out / name, {"tokens": part.tokens, "document_ends": part.document_ends})
-            file = OutputFile(name, *written[:2], len(part.tokens), len(part.document_ends), written.leaves)
+            lengths = encode_lengths(part.document_ends, len(part.tokens))
+            file = OutputFile(name, *written[:2], len(part.tokens), len(part.document_ends), written.leaves, lengths)
             slices.append(sink.commit(file, out / name))
         files, metadata = _copy_tokenizer(source, out), source.metadata
         eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
@@ -290,7 +292,11 @@ def _finish(
         for index, file in enumerate(slices)
     ]
     table = SliceTable.from_rows(rows, chunk_size(options.slice_bytes))
-    options.sink.write(out / CHUNKS_FILE, options.sink.leaves(slices))
+    if properties["layout"] == "tokens":
+        lengths = properties["lengths"] = HashedPieces(file.lengths for file in options.sink.complete(slices))
+        options.sink.write(out / LENGTHS_FILE, lengths)
+        names.append(LENGTHS_FILE)
+    options.sink.write(out / CHUNKS_FILE, (file.leaves for file in options.sink.complete(slices)))
     atomic_write(out / TABLE_FILE, table.to_parquet())
     atomic_write(out / MANIFEST_FILE, Manifest.of(table, lineage, **properties).to_json())
     return tuple(map(Path, (*(file.name for file in slices), *names, CHUNKS_FILE, TABLE_FILE, MANIFEST_FILE)))

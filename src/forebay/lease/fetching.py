@@ -79,10 +79,10 @@ class LeaseProviders:
                 source.is_last = provider.is_origin
             except (ForebayError, ValueError) as error:  # does not affect the other providers
                 reason = str(error)
-        rejected = {name: why for name in self._sources if (why := self.fetches.rejection(name, self.grant))}
+        rejected = {name: fault for name in self._sources if (fault := self.fetches.rejection(name, self.grant))}
         if usable := [source for name, source in self._sources.items() if name not in rejected]:
             return usable
-        if rejected and all(isinstance(why, IntegrityError) for why in rejected.values()):
+        if rejected and all(isinstance(fault, IntegrityError) for fault in rejected.values()):
             raise IntegrityError(f"slice {self.grant.name}: {'; '.join(map(str, rejected.values()))}")
         raise PermanentError(f"slice {self.grant.name}: none of its providers can be used: {reason}")
 
@@ -144,11 +144,11 @@ class LeaseFetches:
 
     def update(self) -> None:
         """Fetch the slices of new leases, and forget those of leases that ended: after each exchange, and later."""
-        for known, _, _ in list(self._needs.values()):
-            if known.ended and known.path is None:
-                self.release(known.grant)
+        for started, _, _ in list(self._needs.values()):
+            if started.ended and started.path is None:
+                self.release(started.grant)
             else:
-                self._check(known)
+                self._check(started)
         self._feed.fetch()  # There may be space now.
         while time.monotonic() >= self._not_before:
             with self._leases.locked() as state:

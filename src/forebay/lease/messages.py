@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
+from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.errors import ProtocolError
 from forebay.ledger.chain import Used
 from forebay.network.addresses import check_url, parse_peer_address
@@ -223,7 +224,7 @@ class Lease(LeaseGrant):
     sample_base: Count
     seed: int
     name: str = ""  # this and the next are not sent: a worker has them from the dataset's table
-    chunk_bytes: Count = 0
+    chunk_bytes: Count = MAX_CHUNK_BYTES
 
 
 @dataclass(frozen=True)

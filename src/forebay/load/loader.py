@@ -354,9 +354,10 @@ class Loader(RunningSource[BatchT]):
         `wait_s`: waiting for batches; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `device_s`, `queue_s`, as
         in `forebay.load.stats`. `busy_s`: between the waits. `waiting_s`: the wait in progress. `batches`, `samples`,
         `tokens` received, of a mixture also `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a
-        cache also `fetched_chunks`, `fetched_bytes`, `refetched_chunks` and `refetched_bytes` (a second time in one
-        epoch), `failed`, `late` and `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `wrong_bytes` (their
-        hash differed), `cached_bytes` (by all that share the cache). What helper processes open is not counted.
+        cache also `fetched_chunks`, `fetched_bytes` (chunks, and the lengths of documents), `refetched_chunks` and
+        `refetched_bytes` (a second time in one epoch), `failed`, `late` and `waited_s` (waits for chunks), `in_flight`,
+        `evicted_bytes`, `wrong_bytes` (their hash differed), `cached_bytes` (by all that share the cache). What helper
+        processes open is not counted.
         """
         unit, size = ("samples", 1) if self.seq_len is None else ("tokens", self.seq_len)
         samples = sum(self._samples_of)
@@ -364,7 +365,10 @@ class Loader(RunningSource[BatchT]):
         if self.mixture is not None:
             counts |= {f"{unit}.{name}": size * n for name, n in zip(self.datasets, self._samples_of)}
         opened = {"slices_opened": self.planner.num_opened}
-        return {**self.waits.to_dict(), **counts, **opened, **self._slices.stats()}
+        stats = {**self.waits.to_dict(), **counts, **opened, **self._slices.stats()}
+        if "fetched_bytes" in stats:
+            stats["fetched_bytes"] += sum(dataset.fetched_bytes for dataset in self.datasets.values())
+        return stats
 
     def documents(self, batch: Any) -> list[list[Document]]:
         """The documents of each sample of a batch of this loader, whole, with their ids and sources, in order.

@@ -1,6 +1,6 @@
 """The plan of a loader's run: its datasets, samples, order and cache, from its settings.
 
-Opens the datasets' descriptions, and reads document ends where packing or lengths decide; no slice otherwise.
+Opens the datasets' descriptions, and reads the lengths of documents where packing or a subset needs them; no slice.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Which samples a run reads of a dataset: how many each slice has, for a packing, a document subset and a split.
 
-Consecutive tokens of whole slices need the table only; excluded documents need the document ends of their slices, and
-packing `best_fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that
-depends on their number only, with at most one cut: a larger validation split contains a smaller one. Of a dataset that
-extends others, each generation of slices is split so.
+Consecutive tokens of whole slices need the table only. Packing `best_fit` and subsets of documents need the lengths of
+all documents, which are in one file (`dataset.lengths`); no slice is read, and the counts are cached. A split consists
+of whole slices, by a permutation that depends on their number only, with at most one cut: a larger validation split
+contains a smaller one. Of a dataset that extends others, each generation of slices is split so.
 """
 
 import contextlib
 import hashlib
-import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,30 +16,21 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import I32, I64, U64
-from forebay.dataset.chunks import HASH_BYTES, wrong_chunks
-from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import locate_tensors
-from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.errors import UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.load.arguments import check_choice
 from forebay.load.packing import DocumentSubset, count_sections, document_spans, section_tokens
 from forebay.order.bijection import derive_key, permute
 from forebay.order.growth import generations, owners_of
 from forebay.order.plan import samples_per_slice
-from forebay.storage.base import read_small
-from forebay.storage.origins import RemoteDataset
 
 PACKINGS = ("concat", "best_fit")
 SPLITS = (None, "train", "validation")
 MAX_IMBALANCE = 0.1
 """A worker owns at most this fraction more slices than the mean, rounded up to a whole slice: with few slices much more
 than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
-_READERS = 8  # Threads that read document ends.
-_HEAD_BYTES = 64 << 10  # Usually includes the document ends of our own slices.
-ReadEnds = Callable[[int], U64]
-_COUNTING_VERSION = 4  # Of the cached counts.
-log = logging.getLogger("forebay")
+_COUNTING_VERSION = 5  # Of the cached counts.
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +45,7 @@ class SampleIndex:
     offsets: I64  # The first of them, counted in the slice.
     bases: I64  # Global number of each slice's sample 0, over the whole dataset: splits share no number.
     first_documents: I64  # Global number of the document in which each slice begins.
-    tokens_beyond: I64  # [2, S], tokens of its first and last document in other slices; 0 unless lengths decide.
+    tokens_beyond: I64  # [2, S], tokens of its first and last document in other slices; 0 if no slice was counted.
     sections: I32  # [C], samples of each section of `best_fit`, slice after slice.
     first_sections: I64  # [S + 1], each slice's first in `sections`; zeros without `best_fit`.
     pad_id: int  # EOS, or 0.
@@ -79,38 +68,35 @@ class SampleIndex:
 
 def plan_samples(
     dataset: Dataset, seq_len: int | None, *, packing: str = "concat", documents: DocumentSubset | None = None,
-    split: str | None = None, validation: float = 0.0, read_ends: ReadEnds | None = None, cache_dir: Path | None = None,
+    split: str | None = None, validation: float = 0.0, cache_dir: Path | None = None,
 ) -> SampleIndex:  # fmt: skip
     """The index of a dataset's samples. Depends on the dataset and these settings, those of the Loader, only.
 
     Args:
         validation: Fraction of all samples in the split `validation`: round(validation * N) samples, of each generation
             of a dataset that was extended: what was for training or validation stays so.
-        read_ends: Reads the document ends of a slice, U64 [D]; called from several threads. By default `ends_reader`.
         cache_dir: Directory for the counts, 32 bytes a slice and, for `best_fit`, 4 a section; None: none are cached.
 
     Raises:
         UsageError: If a setting is wrong, or no sample remains.
-        DatasetError, NetworkError: If document ends are damaged or cannot be read.
+        DatasetError, NetworkError: If the lengths of the documents are damaged or cannot be read.
     """
     layout, table = dataset.manifest.layout, dataset.table
     _check_settings(layout, packing, documents, split, validation)
-    tail, beyond = 0, np.zeros((2, len(table)), np.int64)
     first_documents = np.cumsum(table.documents) - table.documents
-    counts, sections = samples_per_slice(table.count, seq_len, layout), np.empty(0, np.int32)
-    first_sections = np.zeros(len(table) + 1, np.int64)
-    if layout == "tokens":
+    counted = np.zeros((4, len(table)), np.int64)
+    counted[0], counted[1] = samples_per_slice(table.count, seq_len, layout), table.count
+    first_sections, sections = np.zeros(len(table) + 1, np.int64), np.empty(0, np.int32)
+    if packing == "best_fit" or documents is not None:
         assert seq_len is not None
-        reader = read_ends or ends_reader(dataset)
         if packing == "best_fit":
             first_sections[1:] = np.cumsum(-(-table.count // section_tokens(seq_len)))
         counted, sections = _count_samples(
-            dataset, seq_len, documents, first_documents, first_sections, reader, cache_dir
+            dataset, seq_len, documents, first_documents, first_sections, counted, cache_dir
         )
-        counts, tokens, beyond = counted[0], counted[1], counted[2:]
-        tail = max(
-            0, int(tokens.sum()) - int(counts.sum()) * seq_len
-        )  # Samples of `best_fit` hold padding and all tokens.
+    counts, tokens, beyond = counted[0], counted[1], counted[2:]
+    # Samples of `best_fit` hold padding and all tokens.
+    tail = max(0, int(tokens.sum()) - int(counts.sum()) * (seq_len or 1))
     bases = np.cumsum(counts) - counts
     offsets = np.zeros(len(counts), np.int64)
     counts = counts.copy()
@@ -188,23 +174,13 @@ def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
 
 def _count_samples(
     dataset: Dataset, seq_len: int, documents: DocumentSubset | None, first_documents: I64, first_sections: I64,
-    read_ends: ReadEnds, cache_dir: Path | None,
+    counts: I64, cache_dir: Path | None,
 ) -> tuple[I64, I32]:  # fmt: skip
-    """Of layout `tokens`, int64 [4, S]: samples, tokens of the subset, `tokens_beyond`; and `sections`, as SampleIndex.
+    """Fill `counts`, int64 [4, S]: samples, tokens of the subset, `tokens_beyond`; and `sections`, as SampleIndex.
 
     Packing is `best_fit` if there are sections.
     """
-    table, by_length = dataset.table, documents is not None and documents.by_length
-    counts = np.stack([table.count // seq_len, table.count, np.zeros_like(table.count), np.zeros_like(table.count)])
-    sections = np.zeros(first_sections[-1], np.int32)
-    affected = np.arange(len(table)) if len(sections) or by_length else np.empty(0, np.int64)
-    if not len(affected) and documents is not None:
-        first = np.searchsorted(documents.numbers, first_documents)
-        # The document after a slice's last end may begin in it, too.
-        last = np.searchsorted(documents.numbers, first_documents + table.documents, "right")
-        affected = np.flatnonzero(last > first)
-    if not len(affected):
-        return counts, sections
+    table, sections = dataset.table, np.zeros(first_sections[-1], np.int32)
     settings = f"{seq_len};{len(sections) > 0};{'' if documents is None else documents.digest()}"
     digest = hashlib.sha256(f"{_COUNTING_VERSION};{dataset.id};{settings}".encode()).hexdigest()
     path = None if cache_dir is None else cache_dir / f"samples-{digest}.counts"
@@ -213,97 +189,33 @@ def _count_samples(
         if len(data) == counts.nbytes + sections.nbytes:
             counts = np.frombuffer(data, "<i8", counts.size).reshape(counts.shape).astype(np.int64)
             return counts, np.frombuffer(data, "<i4", offset=counts.nbytes).astype(np.int32)
+    waiting: list[tuple[int, U64]] = []  # Slices whose last document ends in a later one.
 
-    def edges(index: int) -> tuple[int, int]:
-        """Tokens of a slice before its first document end, and after its last."""
-        document_ends, size = read_ends(index), int(table.count[index])
-        return (int(document_ends[0]), size - int(document_ends[-1])) if len(document_ends) else (size, size)
+    def count(after: int) -> None:
+        """Count the waiting slices; `after`: tokens of the document in progress in the slice that follows them."""
+        for index, document_ends in reversed(waiting):
+            counts[3, index], size = after, int(table.count[index])
+            before, first = int(counts[2, index]), int(first_documents[index])
+            spans = document_spans(document_ends, size, documents, first, before, after)
+            counts[0, index], counts[1, index] = spans.num_tokens // seq_len, spans.num_tokens
+            if len(sections):
+                rows = count_sections(spans, size, seq_len)
+                sections[first_sections[index] : first_sections[index + 1]] = rows
+                counts[0, index] = rows.sum()
+            after += 0 if len(document_ends) else size
+        waiting.clear()
 
-    def count(index: int) -> tuple[int, int]:
-        first, beyond, size = int(first_documents[index]), counts[2:, index].tolist(), int(table.count[index])
-        spans = document_spans(read_ends(index), size, documents, first, *beyond)
-        if not len(sections):
-            return spans.num_tokens // seq_len, spans.num_tokens
-        rows = count_sections(spans, size, seq_len)
-        sections[first_sections[index] : first_sections[index + 1]] = rows
-        return int(rows.sum()), spans.num_tokens
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        if by_length:
-            counts[2:] = _tokens_beyond(table.documents, list(pool.map(edges, range(len(table)))))
-        counts[:2, affected] = np.array(list(pool.map(count, affected.tolist()))).T
+    before = 0
+    for index, document_ends in enumerate(dataset.all_document_ends()):
+        if len(document_ends):
+            count(int(document_ends[0]))
+        waiting.append((index, document_ends))
+        counts[2, index] = before
+        before = int(table.count[index]) + (-int(document_ends[-1]) if len(document_ends) else before)
+    count(0)
     if path is not None:
         with contextlib.suppress(OSError):  # The cache is full or read-only.
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(path.parent)
             atomic_write(path, counts.astype("<i8").tobytes() + sections.astype("<i4").tobytes())
     return counts, sections
-
-
-def _tokens_beyond(documents: I64, edges: Sequence[tuple[int, int]]) -> I64:
-    """int64 [2, S]: tokens in other slices of the documents that a slice begins and ends in."""
-    beyond = np.zeros((2, len(documents)), np.int64)
-    for i in range(1, len(documents)):
-        beyond[0, i] = edges[i - 1][1] + (beyond[0, i - 1] if documents[i - 1] == 0 else 0)
-        beyond[1, -1 - i] = edges[-i][0] + (beyond[1, -i] if documents[-i] == 0 else 0)
-    return beyond
-
-
-def ends_reader(dataset: Dataset) -> ReadEnds:
-    """A thread-safe function that returns the ends of slice i, U64 [D], or raises DatasetError or NetworkError.
-
-    Of a remote slice it reads the chunks with the header and the ends, and verifies them. Slices of format 1 have no
-    hashes of chunks: one with fewer samples than planned is refused when it is opened.
-    """
-    if not isinstance(dataset, RemoteDataset):
-        return lambda index: dataset.open_slice(index).document_ends
-    return lambda index: _read_remote(dataset, dataset.table.row(index))
-
-
-def _read_remote(dataset: RemoteDataset, row: SliceInfo) -> U64:
-    head = _read(dataset, row, 0, min(_HEAD_BYTES, row.bytes))
-    offset = 0
-
-    def next_bytes(count: int) -> bytes:
-        nonlocal head, offset
-        if offset + count > len(head):
-            head += _read(dataset, row, len(head), min(offset + count, row.bytes))
-        offset += count
-        return head[offset - count : offset]
-
-    tensors = locate_tensors(next_bytes, row.bytes)
-    dtype, shape, start, stop = tensors.get("document_ends", ("", (), 0, 0))
-    if (dtype, shape) != ("U64", (row.documents,)):
-        raise DatasetError(
-            f"{row.name} of {dataset.origin.url}: expected document_ends U64 [{row.documents}], got {dtype} "
-            f"{list(shape)}. Publish the dataset again."
-        )
-    data = head[start:stop]
-    if len(data) < stop - start:
-        data += _read(dataset, row, start + len(data), stop)
-    return np.frombuffer(data, "<u8")
-
-
-def _read(dataset: RemoteDataset, row: SliceInfo, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a slice, from the first source whose chunks are right."""
-    if start >= stop:
-        return b""
-    size = row.chunk_bytes or 1
-    first, last = start // size * size, min(row.bytes, -(-stop // size) * size)
-    leaves = dataset.leaves(row.index)[first // size * HASH_BYTES :] if row.chunk_bytes else b""
-    last_error: DatasetError | NetworkError | None = None
-    for source in dataset.origin.sources():
-        try:
-            data = read_small(source, row.name, last - first, start=first)
-        except (DatasetError, NetworkError) as error:
-            last_error = error
-            continue
-        if not leaves or not wrong_chunks(memoryview(data), leaves, size):
-            return data[start - first : stop - first]
-        last_error = DatasetError(
-            f"{row.name}: expected the dataset's bytes, got others ({source.url}). Publish the dataset there again."
-        )
-        log.warning("%s", last_error)
-    raise last_error or NetworkError(
-        f"{row.name} of {dataset.origin.url}: expected a source that has it, got none. Start a node that serves it."
-    )

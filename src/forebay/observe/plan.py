@@ -51,7 +51,7 @@ class DatasetSpec:
 
     slice_bytes: I64  # int64 [S].
     slice_samples: I64  # int64 [S].
-    chunk_bytes: int | None = None  # None: that of new datasets; 0: whole slices, as in format 1.
+    chunk_bytes: int | None = None  # None: that of new datasets.
     name: str = ""
 
 

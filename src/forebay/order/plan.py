@@ -46,14 +46,13 @@ class SampleSize:
     """What the defaults of lanes and window depend on beside the number of samples and the batch."""
 
     sample_bytes: float = 4096.0  # mean, as stored
-    chunk_bytes: int = 1 << 16  # what is fetched and verified as a whole; of format 1 the largest slice
+    chunk_bytes: int = 1 << 16  # what is fetched and verified as a whole
 
     @classmethod
     def of(cls, slice_bytes: I64, slice_samples: I64, chunk_bytes: int) -> "SampleSize":
-        """The sizes of a dataset's slices that have samples; `chunk_bytes` 0 for whole slices."""
+        """The sizes of a dataset's slices that have samples."""
         used = slice_bytes[slice_samples > 0]
-        mean = float(used.sum()) / max(1, int(slice_samples.sum()))
-        return cls(mean, chunk_bytes or int(slice_bytes.max(initial=1)))
+        return cls(float(used.sum()) / max(1, int(slice_samples.sum())), chunk_bytes)
 
 
 def num_streams(batch: int, limit: int = MAX_LANES) -> int:
@@ -67,7 +66,8 @@ def default_lanes(global_batch: int, num_samples: int, size: SampleSize) -> int:
     """C, by default: a multiple of the batch, as many as have windows of four chunks, at most 512; the batch at least.
 
     So each of 1 to `global_batch` ranks has whole lanes. Of a batch above 4096 it is the largest divisor in
-    (2048, 4096], or 4096; of whole slices as chunks (format 1), the largest divisor that leaves a lane four slices.
+    (2048, 4096], or 4096; of whole slices as chunks (other formats) the largest divisor that leaves a lane four
+    slices.
     """
     total_bytes = num_samples * size.sample_bytes
     if size.chunk_bytes > MAX_WINDOW_BYTES // MIN_LANES:

@@ -45,8 +45,6 @@ def open_parent(path: Path | str, out: Store) -> Dataset:
             parent, "another --out", "the directory of the dataset itself: a dataset never changes. Its slices are "
             "hard-linked, so that another directory on its disk needs no space for them",
         )  # fmt: skip
-    if not parent.table.chunk_bytes:
-        _refuse(parent, "hashes of chunks", f"format 1. Upgrade it: forebay import {parent.path}")
     names = [f"slices/{index:06d}.safetensors" for index in range(parent.num_slices)]
     if parent.table.names.to_pylist() != names:
         _refuse(parent, "slices with the names that prepare gives", f"{parent.table.names[:1].to_pylist()}")

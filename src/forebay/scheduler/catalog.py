@@ -144,7 +144,7 @@ class Catalog:
         self.spec = JobSpec(self.name, started, index.counts, **self.settings)
 
     def _index_samples(self, dataset_id: str) -> SampleIndex:
-        """The samples of each slice. Packing `best_fit` reads document ends from data nodes, once."""
+        """The samples of each slice. Packing `best_fit` reads the documents' lengths from data nodes, once."""
         assert self.client.identity is not None
         origin = PeerOrigin(
             self.client.identity, self.name, expected_id=dataset_id, discovery=self.discovery,

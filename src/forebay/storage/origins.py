@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, root_of
+from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, local_path, table_of
 from forebay.dataset.slices import Slice, open_slice
@@ -147,22 +148,37 @@ class RemoteDataset(Dataset):
 
     open_slice = slice_path
 
+    @contextmanager
+    def open_lengths(self) -> Iterator[BinaryIO]:
+        """As of a local dataset: a temporary copy, of the first source that has the right bytes."""
+        name, size, sha256 = LENGTHS_FILE, self.manifest.lengths_bytes, self.manifest.lengths_sha256
+        error: DatasetError | NetworkError = NetworkError(
+            f"{self.url}/{name}: expected a source that has it, got none."
+        )
+        for source in self.origin.sources():
+            with tempfile.TemporaryFile() as file:
+                try:
+                    _fetch(source, name, size, sha256, file, size + 1)
+                except (DatasetError, NetworkError) as fault:
+                    error = fault
+                    continue
+                except OSError as fault:
+                    raise UsageError(
+                        f"{tempfile.gettempdir()}: expected room for {size} bytes of {name}, got {fault.strerror}. "
+                        "Free some, or set TMPDIR."
+                    ) from fault
+                finally:
+                    self.fetched_bytes += file.tell()
+                file.seek(0)
+                yield file
+                return
+        raise error
+
     def read_slice(self, index: int) -> Slice:
         """Download a slice to a temporary file without a name, verify and map it."""
         row = self.table.row(index)
-        hasher = ChunkHasher(row.chunk_bytes)
         with tempfile.TemporaryDirectory() as folder, Path(folder, "slice.safetensors").open("wb") as file:
-
-            def receive(chunk: memoryview) -> None:
-                file.write(chunk)
-                hasher.update(chunk)
-
-            read_range(self.origin, row.name, 0, row.bytes, receive, _MAX_TRIES, _MAX_WAIT_S)
-            file.flush()
-            if (id := root_of(hasher.leaves())) != row.sha256:
-                raise DatasetError(
-                    f"{self.url}/{row.name}: expected sha256 {row.sha256}, got {id}. Publish the dataset again."
-                )
+            _fetch(self.origin, row.name, row.bytes, row.sha256, file, row.chunk_bytes)
             opened = open_slice(file.name)
         self.check_slice(row, opened)
         return opened
@@ -198,6 +214,20 @@ def origin_of(dataset: Dataset) -> Origin:
     return dataset.origin if isinstance(dataset, RemoteDataset) else PathOrigin(dataset.path.absolute())
 
 
+def _fetch(source: Origin, name: str, size: int, sha256: str, file: BinaryIO, chunk_bytes: int) -> None:
+    """Write an object to a file. DatasetError if its hash, of a slice its id, is another; others as of Origin.read."""
+    hasher = ChunkHasher(chunk_bytes)
+
+    def receive(chunk: memoryview) -> None:
+        file.write(chunk)
+        hasher.update(chunk)
+
+    read_range(source, name, 0, size, receive, _MAX_TRIES, _MAX_WAIT_S)
+    file.flush()
+    if (got := root_of(hasher.leaves())) != sha256:
+        raise DatasetError(f"{source.url}/{name}: expected sha256 {sha256}, got {got}. Publish the dataset again.")
+
+
 def _has_bytes(source: Origin, name: str) -> bool:
     try:
         return any(True for _ in source.read(name, 0, 1))
@@ -207,7 +237,7 @@ def _has_bytes(source: Origin, name: str) -> bool:
 
 def object_state(source: Origin, name: str, size: int | None, sha256: str, chunk_bytes: int) -> str:
     """Read an object, and return how it compares with its hash: "", "changed" or "missing"."""
-    hasher = ChunkHasher(0 if size is None else chunk_bytes)
+    hasher = ChunkHasher(_MAX_SMALL_BYTES if size is None else chunk_bytes)
     try:
         if size is None:
             hasher.update(retry_transient(lambda: source.get(name, _MAX_SMALL_BYTES), _MAX_TRIES, _MAX_WAIT_S))

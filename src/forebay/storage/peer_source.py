@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
 
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, num_chunks, root_of
+from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.addresses import check_url
@@ -51,7 +52,8 @@ class PeerSource(Origin):
         self.url = f"forebay-peer://{self.peer_id}@{self.address}"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        path = self._file_path(name) if name == CHUNKS_FILE else f"/v1/slices/{self.sha256_of(name)}"
+        is_slice = name not in (CHUNKS_FILE, LENGTHS_FILE)
+        path = f"/v1/slices/{self.sha256_of(name)}" if is_slice else self._file_path(name)
         buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
         while start < stop:
             chunk, fault = buffer[: stop - start], None

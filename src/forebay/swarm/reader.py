@@ -88,7 +88,7 @@ class SwarmReader:
         )  # fmt: skip
         self._changed = threading.Condition()  # guards the state and the fields below
         self._sources: dict[int, tuple[Provider, Origin, list[NetworkError]]] = {}  # with their faults
-        self._wanted: set[int] = set()
+        self._requested: set[int] = set()
         self._given_up: dict[int, PermanentError] = {}  # until they are released
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
@@ -96,11 +96,11 @@ class SwarmReader:
         self._thread = SupervisedThread(self._run, "swarm").start()
 
     def source(self, index: int) -> Origin:
-        """Return who sends a slice now; the tracker hears of the request.
+        """Return who sends a slice now; the tracker is told of the request.
 
         Raises:
-            NoProviderError: If nobody was named yet.
-            PermanentError: If nobody was for too long.
+            NoProviderError: If no provider was named yet.
+            PermanentError: If none was for too long.
         """
         name = self.table.row(index).name
         with self._changed:
@@ -110,8 +110,8 @@ class SwarmReader:
                 raise self._given_up[index]
             if index in self._sources:
                 return self._sources[index][1]
-            if index not in self._wanted:
-                self._wanted.add(index)
+            if index not in self._requested:
+                self._requested.add(index)
                 self._state.want(index, time.monotonic())
                 self._changed.notify_all()
         raise NoProviderError(f"{name}: no tracker has named a provider yet")
@@ -135,7 +135,7 @@ class SwarmReader:
     def release(self, index: int, is_complete: bool) -> None:
         """Nothing more is read of a slice now; `is_complete`: it is here, verified."""
         with self._changed:
-            self._wanted.discard(index)
+            self._requested.discard(index)
             self._given_up.pop(index, None)
             self._state.withdraw(index)
             provider, *_ = self._sources.pop(index, (None,))
@@ -220,7 +220,7 @@ class SwarmReader:
                 self._state.ended(index, provider, error, time.monotonic())
             return
         with self._changed:
-            if index in self._wanted:
+            if index in self._requested:
                 self._sources[index] = provider, source, []
             else:
                 self._state.ended(index, provider, TransferCancelledError(info.name), time.monotonic(), cancelled=True)

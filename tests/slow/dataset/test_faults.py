@@ -31,15 +31,13 @@ import pytest
 from forebay import prepare_dataset
 from forebay.cli import main
 from forebay.dataset.import_slices import import_slices
-from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import DatasetError, ForebayError
+from forebay.errors import ForebayError
 from forebay.fetch.downloads import download_large_file
 from forebay.ledger.chain import read_entries
 from forebay.ledger.writer import Ledger
 from forebay.prepare import load_recipe
 from support.outputs import hashes
-from support.paths import GOLDEN
 
 State = dict
 FAILED = 3
@@ -184,7 +182,7 @@ class Convert(Scenario):
 class Import(Scenario):
     """The slices of a folder become a dataset, and the dataset another file."""
 
-    names = ("manifest.json", "slices.parquet", "chunks.sha256", "copy")
+    names = ("manifest.json", "slices.parquet", "chunks.sha256", "lengths.zst", "copy")
 
     def begin(self, folder: Path) -> None:
         for number in range(3):
@@ -197,21 +195,6 @@ class Import(Scenario):
 
     def inspect(self, folder: Path) -> State:
         return {name: content(folder / name) for name in self.names}
-
-
-class Upgrade(Scenario):
-    """A dataset of format 1 becomes one of format 2; in between it may not open, but never as another one."""
-
-    def begin(self, folder: Path) -> None:
-        shutil.copytree(GOLDEN / "format1" / "dataset", folder, dirs_exist_ok=True)
-
-    def act(self, folder: Path) -> None:
-        import_slices(folder)
-
-    def inspect(self, folder: Path) -> State:
-        with contextlib.suppress(DatasetError):
-            return {"id": open_dataset(folder).id, "sound": verify_dataset(folder).ok}
-        return {}
 
 
 class LedgerEntries(Scenario):
@@ -242,7 +225,6 @@ SCENARIOS = {
     "convert": Convert(),
     "overwrite": Convert("--overwrite"),
     "import": Import(),
-    "upgrade": Upgrade(),
     "ledger": LedgerEntries(),
 }
 

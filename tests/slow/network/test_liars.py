@@ -23,7 +23,6 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.fetch import engine
 from forebay.fetch.cache import ChunkCache
 from forebay.lease import fetching
-from forebay.load.samples import ends_reader
 from forebay.network import discovery
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
@@ -104,11 +103,11 @@ def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identi
     table, reader = LocalDiscovery(), make_identity("reader")
     peers = sorted((make_identity(f"peer-{i}") for i in range(3)), key=lambda peer: peer.peer_id)
     with ExitStack() as stack:
-        liars = [announced(stack, table, peer, dataset, "wrong_bytes") for peer in peers[:2]]  # asked first
+        liars = [announced(stack, table, peer, dataset, "wrong_bytes", "datasets") for peer in peers[:2]]  # asked first
         stack.enter_context(DataNode(peers[2], [dataset], HOST, 0, table))
-        read = ends_reader(open_remote(f"forebay://{reader.network_name}/{NAME}", identity=reader, discovery=table))
-        for index in range(dataset.num_slices):
-            assert read(index).tolist() == dataset.open_slice(index).document_ends.tolist()
+        remote = open_remote(f"forebay://{reader.network_name}/{NAME}", identity=reader, discovery=table)
+        for index, document_ends in enumerate(remote.all_document_ends()):
+            assert document_ends.tolist() == dataset.open_slice(index).document_ends.tolist()
         assert any(liar.requests for liar in liars)
 
 

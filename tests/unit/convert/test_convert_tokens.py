@@ -28,6 +28,7 @@ from forebay.formats.shard_writer import write_shards
 from forebay.formats.sources import open_source
 from forebay.formats.token_stream import TokenDigest, build_stream, slices_of
 from support.foreign_datasets import DOCUMENTS, FOREIGN, STREAM, read_tokens
+from support.token_slices import check_lengths
 
 SMALL = ConvertOptions(slice_bytes=4096)
 
@@ -78,6 +79,7 @@ def test_a_converted_dataset_is_whole_and_has_its_source_in_its_lineage(tmp_path
     assert (again.manifest.dtype, again.num_slices, again.manifest.eos_id) == ("U16", 5, 9)
     assert again.manifest.lineage["converted"]["id"] == dataset.id
     assert read_tokens(tmp_path / "narrow") == DOCUMENTS
+    check_lengths(again)
 
 
 def test_plain_safetensors_are_read(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_directory_gets_the_hashes_where_no_peer_has_them(
 def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
     liar, discovery, reader = tmp_path / "liar", LocalDiscovery(), make_identity("reader")
     shutil.copytree(dataset.path, liar)
-    changes = {"lineage": {"inputs": "others"}, "chunk_bytes": 0, "table_sha256": "ab" * 32}
+    changes = {"lineage": {"inputs": "others"}, "chunk_bytes": 1 << 13, "table_sha256": "ab" * 32}
     with DataNode(make_identity("liar"), [as_dataset(liar, dataset)], HOST, 0, discovery):
         for name, other in changes.items():
             (liar / MANIFEST_FILE).write_bytes(replace(dataset.manifest, **{name: other}).to_json())

@@ -239,13 +239,13 @@ def test_a_full_disk_ends_the_work_only_once_it_lasts(
     monkeypatch.setattr(os, "pwrite", write)
     worker.lost(lease(worker, node))
     is_full.clear()
-    clock[0] += 3.0
+    clock[0] += 4.0
     assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
     is_full.append(True)
     worker.cache.discard(SHA256)
     numbers = itertools.count(3)
     while worker.fetcher.failure is None:
-        clock[0] += 1.0
+        clock[0] += 4.0  # Longer than the fetcher waits after a failure.
         current = lease(worker, node, lease_id=str(next(numbers)))
         worker.until(lambda: current.ended or worker.fetcher.failure is not None)  # noqa: B023
     assert isinstance(worker.fetcher.failure, UsageError) and "No space left" in str(worker.fetcher.failure)
@@ -254,7 +254,7 @@ def test_a_full_disk_ends_the_work_only_once_it_lasts(
 def test_a_slice_waits_for_space_until_others_are_used(worker: FetchingWorker, make_node: Nodes) -> None:
     """The cache is full of pinned slices: nothing fails, and what is unpinned makes space."""
     size = 800_000
-    entry, pinned = put_chunks(worker.cache, bytes(size), 0, [0]), np.arange(1)
+    entry, pinned = put_chunks(worker.cache, bytes(size), size, [0]), np.arange(1)
     current = lease(worker, make_node("a"))
     for _ in range(3):
         worker.fetcher.update()

@@ -162,7 +162,11 @@ def test_slices_of_different_types_are_refused(tmp_path: Path) -> None:
 def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path: Path) -> None:
     concat, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="best_fit")
     save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
-    rows = plan_samples(import_slices(tmp_path, "rows"), None, split="train", validation=0.25)
+    images = import_slices(tmp_path, "rows")
+    for wrong in ({"packing": "best_fit"}, {"documents": DocumentSubset([1])}):
+        with pytest.raises(UsageError, match="layout 'tokens'"):
+            plan_samples(images, None, **wrong)
+    rows = plan_samples(images, None, split="train", validation=0.25)
     assert rows.counts.tolist() == [3] and rows.offsets.tolist() == [1]
     for indexes, options in (
         ([concat, rows], {}),
@@ -214,11 +218,3 @@ def test_wrong_settings(dataset: Dataset, wrong: dict) -> None:
     settings = {"seq_len": SEQ_LEN, **wrong}
     with pytest.raises(UsageError):
         plan_samples(dataset, settings.pop("seq_len"), **settings)
-
-
-def test_rows_take_no_packing(tmp_path: Path) -> None:
-    save_file({"x": np.zeros((4, 2))}, tmp_path / "0.safetensors")
-    rows = import_slices(tmp_path, "rows")
-    for wrong in ({"packing": "best_fit"}, {"documents": DocumentSubset([1])}):
-        with pytest.raises(UsageError, match="layout 'tokens'"):
-            plan_samples(rows, None, **wrong)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from io import BytesIO
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.dataset.agreement import TOKENIZER_FILE
-from forebay.dataset.chunks import CHUNKS_FILE, chunk_size
+from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size
+from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
@@ -39,8 +41,8 @@ from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, shuffle_parts
 from forebay.prepare.tasks.slicing import (
     RowShape,
-    gather_leaves,
-    leaves_tasks,
+    gather,
+    gather_tasks,
     plan_slices,
     slice_tasks,
     write_plan,
@@ -86,7 +88,7 @@ class DatasetOutput(Output):
             from forebay.prepare.dedup.signatures import write_signatures
 
             files |= write_signatures(corpus.dedup, run.recipe.dedup, run.work, run.store, run.map)
-        table = _slice(run, parts, tokenizer)
+        table, lengths = _slice(run, parts, tokenizer)
         before = run.parent.num_slices if run.parent is not None else 0
         if run.document_ids:
             earlier = run.parent.path / DOCUMENTS_FILE if run.parent is not None else None
@@ -104,6 +106,7 @@ class DatasetOutput(Output):
             tokenizer=tokenizer.description,
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
+            lengths=lengths,
         )
         commit = partial(run.store.write, MANIFEST_FILE, manifest.to_json())
         return conclude(run, corpus, manifest.id, counts, commit)
@@ -178,7 +181,10 @@ def shuffled(run: PrepareRun, parts: list[EncodedPart]) -> list[EncodedPart]:
     return shuffle_parts(parts, run.work, map_level)
 
 
-def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFile) -> SliceTable:
+def _slice(
+    run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFile
+) -> tuple[SliceTable, HashedPieces | None]:
+    """Write the slices and what belongs to all of them: return their table, and of tokens the documents' lengths."""
     size, rows, shape = run.recipe.slice, run.recipe.rows, None
     if rows is not None:
         shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.labels, rows.packed)
@@ -191,14 +197,20 @@ def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFi
     _discard_other_plans(run, f"{hash_json([plan.name for plan in plans])} {parent_of(parent)}".encode())
     on_result = run.count_tasks("slice", len(tasks), " slices")
     infos = [*link_slices(run), *run.map(write_slice, tasks, on_result, is_valid=run.has_slice())]
-    gathering = leaves_tasks(tasks)
-    run.map(gather_leaves, gathering)
+    chunks, lengths = gather_tasks(tasks, "chunks"), gather_tasks(tasks if shape is None else (), "lengths")
+    run.map(gather, [*chunks, *lengths])
     run.end_of_tasks()
     leaves = parent.all_leaves() if parent is not None else ()
-    run.store.write(CHUNKS_FILE, chain(leaves, (run.work.read(task.object) for task in gathering)))
+    run.store.write(CHUNKS_FILE, chain(leaves, (run.work.read(task.object) for task in chunks)))
+    pieces = None
+    if shape is None:
+        with parent.open_lengths() if parent is not None else BytesIO() as file:
+            # The parent's file comes in pieces that end with the byte of a new line.
+            pieces = HashedPieces(chain(file, (run.work.read(task.object) for task in lengths)))
+            run.store.write(LENGTHS_FILE, pieces)
     names = {info.name for info in infos}
     run.store.remove(name for name in run.store.sizes("slices/") if name not in names)  # of another plan
-    return SliceTable.from_rows(infos, chunk_bytes)
+    return SliceTable.from_rows(infos, chunk_bytes), pieces
 
 
 def _discard_other_plans(run: PrepareRun, plan: bytes) -> None:

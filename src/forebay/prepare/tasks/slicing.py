@@ -14,6 +14,8 @@ import numpy as np
 from pydantic import Field
 
 from forebay.arrays import I64, U32, Array
+from forebay.dataset.chunks import MAX_CHUNK_BYTES
+from forebay.dataset.lengths import encode_lengths
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
@@ -24,11 +26,11 @@ from forebay.prepare.tasks.shuffle import EncodedPart, read_parts, write_parts
 from forebay.prepare.tokenize.conversations import TRAINED
 from forebay.storage.store import Store
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 MIN_SLICE_BYTES = 4096
 _ENDS_AT_ONCE = 1 << 17
 _GROUP_TOKENS = 1 << 33  # Of a plan, at least, but for the last.
-_GATHERED = 256  # Slices whose leaves are in one object.
+_GATHERED = 256  # Slices whose parts are in one object.
 
 
 MASKED = -100  # The label of a token that is not trained on.
@@ -98,7 +100,7 @@ class SliceTask:
     work: Store
     out: Store
     shape: RowShape | None = None
-    chunk_bytes: int = 0
+    chunk_bytes: int = MAX_CHUNK_BYTES
     first: int = 0
 
     @property
@@ -111,10 +113,9 @@ class SliceTask:
         """The slice's path within the dataset."""
         return f"slices/{self.first + self.index:06d}.safetensors"
 
-    @property
-    def leaves(self) -> str:
-        """The name of the leaves of its tree in `work`."""
-        return f"plans/{self.name}.chunks"
+    def part(self, kind: str) -> str:
+        """The name in `work` of its part of `chunks.sha256` ("chunks") or `lengths.zst` ("lengths")."""
+        return f"plans/{self.name}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -237,32 +238,32 @@ def slice_tasks(
 
 
 @dataclass(frozen=True)
-class LeavesTask:
-    """The leaves of up to 256 slices, by their objects, to one."""
+class GatherTask:
+    """The parts of up to 256 slices, by their objects, to one."""
 
-    leaves: tuple[str, ...]
+    parts: tuple[str, ...]
     store: Store
 
     @property
     def name(self) -> str:
-        return hash_json(self.leaves)
+        return hash_json(self.parts)
 
     @property
     def object(self) -> str:
-        """The name of the leaves of all of them."""
-        return f"plans/{self.name}.leaves"
+        """The name of the parts of all of them."""
+        return f"plans/{self.name}.parts"
 
 
-def leaves_tasks(tasks: Sequence[SliceTask]) -> list[LeavesTask]:
-    """Tasks that gather what the tasks of slices left."""
+def gather_tasks(tasks: Sequence[SliceTask], kind: str) -> list[GatherTask]:
+    """Tasks that gather the parts that the tasks of slices left."""
     groups = (tasks[start : start + _GATHERED] for start in range(0, len(tasks), _GATHERED))
-    return [LeavesTask(tuple(task.leaves for task in group), group[0].work) for group in groups]
+    return [GatherTask(tuple(task.part(kind) for task in group), group[0].work) for group in groups]
 
 
-def gather_leaves(task: LeavesTask, scale: int = 0) -> int:
-    """Run a LeavesTask. Returns the number of slices. `scale` changes nothing."""
-    task.store.write(task.object, b"".join(task.store.each(task.store.read, task.leaves)))
-    return len(task.leaves)
+def gather(task: GatherTask, scale: int = 0) -> int:
+    """Run a GatherTask. Returns the number of slices. `scale` changes nothing."""
+    task.store.write(task.object, b"".join(task.store.each(task.store.read, task.parts)))
+    return len(task.parts)
 
 
 class DocumentEnds:
@@ -348,11 +349,12 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
         if task.shape is None:
             written = write_token_slice(file, tokens, document_ends, task.chunk_bytes)
             count, documents = len(tokens), len(document_ends)
+            task.work.write(task.part("lengths"), encode_lengths(document_ends, count))
         else:
             tensors = task.shape.tensors(tokens, document_ends.astype(np.int64))
             written = write_rows_slice(file, tensors, chunk_bytes=task.chunk_bytes)
             count, documents = len(tensors["input_ids"]), 0
-    task.work.write(task.leaves, written.leaves)
+    task.work.write(task.part("chunks"), written.leaves)
     return SliceInfo(task.first + task.index, task.slice_name, written.size, written.sha256, count, documents)
 
 

@@ -15,8 +15,6 @@ from forebay.prepare.tasks import slicing
 from forebay.prepare.tasks.shuffle import EncodedPart
 from forebay.prepare.tasks.slicing import (
     SliceTask,
-    gather_leaves,
-    leaves_tasks,
     plan_slices,
     slice_tasks,
     write_plan,
@@ -40,7 +38,7 @@ def write_parts(folder: Path, groups: list[list[int]]) -> list[EncodedPart]:
 def plan_tasks(folder: Path, parts: list[EncodedPart], **how: int) -> list[SliceTask]:
     store = open_store(folder)
     plans = plan_slices(parts, store, **how)
-    return slice_tasks(plans, [write_plan(plan) for plan in plans], store, None, 0, 0)
+    return slice_tasks(plans, [write_plan(plan) for plan in plans], store, None, 1 << 24, 0)
 
 
 def written(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
@@ -76,7 +74,7 @@ def test_the_slices_are_the_stream(
     assert tokens == [i % 60_000 for i in range(total)]
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
     assert all(size <= slice_bytes for size in sizes)
-    # As full as can be, as in format 1: another token and its end would not have fitted.
+    # As full as can be: another token and its end would not have fitted.
     assert sum(size <= slice_bytes - TOKEN_HEADER_BYTES - 10 for size in sizes) <= 1 + total // planned_tokens
 
 
@@ -101,14 +99,3 @@ def test_damage_and_misuse_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match="expected 1 items"):
         plan_tasks(tmp_path, parts, slice_bytes=8192)
     assert plan_tasks(tmp_path, []) == []
-
-
-def test_leaves_are_gathered_in_the_order_of_the_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks, store = plan_tasks(tmp_path, write_parts(tmp_path, [[3] * 20]), count=5), open_store(tmp_path)
-    for index, task in enumerate(tasks):
-        store.write(task.leaves, bytes([index] * 32))
-    monkeypatch.setattr(slicing, "_GATHERED", 5)
-    gathering = leaves_tasks(tasks)
-    assert [gather_leaves(task) for task in gathering] == [5, 5, 2]
-    gathered = b"".join(store.read(task.object) for task in gathering)
-    assert gathered == b"".join(bytes([index] * 32) for index in range(12))

@@ -1,6 +1,5 @@
 """Rows for fine-tuning: what is given is masked, what is learnt is not, and no token is lost uncounted."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.chunks import CHUNKS_FILE
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK as G
@@ -37,16 +37,12 @@ def encode_rows(folder: Path, texts: list[str], length: int, **how: Any) -> Enco
 def write_dataset(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
     (folder / "out/slices").mkdir(parents=True)
     plans = plan_slices([encoded.part], open_store(folder), slice_bytes=slice_bytes, shape=shape)
-    tasks = slice_tasks(plans, [write_plan(plan) for plan in plans], open_store(folder / "out"), shape, 0, 0)
+    tasks = slice_tasks(plans, [write_plan(plan) for plan in plans], open_store(folder / "out"), shape, 1 << 16, 0)
     infos = [write_slice(task) for task in tasks]
     table = SliceTable.from_rows(infos)
-    data = table.to_parquet()
-    rows, size = sum(info.count for info in infos), sum(info.bytes for info in infos)
-    manifest = Manifest(
-        FORMAT_VERSION, "r", "rows", "", "bytes", 257, 256, 0, rows, encoded.documents_out, len(infos), size,
-        hashlib.sha256(data).hexdigest(), {},
-    )  # fmt: skip
-    (folder / "out" / TABLE_FILE).write_bytes(data)
+    manifest = Manifest.of(table, {}, name="r", layout="rows")
+    (folder / "out" / TABLE_FILE).write_bytes(table.to_parquet())
+    (folder / "out" / CHUNKS_FILE).write_bytes(table.sha256.tobytes())
     (folder / "out" / MANIFEST_FILE).write_bytes(manifest.to_json())
     dataset = open_dataset(folder / "out")
     assert dataset.verify().ok and max(table.bytes.tolist()) <= slice_bytes
