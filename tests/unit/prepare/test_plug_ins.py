@@ -175,7 +175,7 @@ def test_code_that_a_recipe_names_needs_leave(own: Any) -> None:
 def test_an_engine(tmp_path: Path, own: Any) -> None:
     engine = own.Counting()
     assert run(tmp_path, engine=engine).id == run(tmp_path, "x/out", engine="counting").id
-    assert engine.tasks == 6 and run(tmp_path, "y/out", engine="my_own:Counting").documents_out == 5
+    assert engine.tasks == 7 and run(tmp_path, "y/out", engine="my_own:Counting").documents_out == 5
     with pytest.raises(UsageError, match="engine: expected local, ray or a plug-in, got 'none'"):
         run(tmp_path, "z", engine="none")
 
