@@ -6,6 +6,7 @@ that it evicts what is read latest. Not safe for threads.
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -109,8 +110,10 @@ class ChunkPins:
         near = np.arange(max(0, chunk - limit + 1), min(chunk + limit, entry.layout.num_chunks))
         index, keys = int(np.searchsorted(near, chunk)), np.full(len(near), group.key)
         until = self.window_ends(plan.first_step, keys, near)
-        is_soon = self._of_chunks(self._run.read_steps, plan.first_step, keys, near) <= until_step
-        is_required = (entry.refs[near] > 0) | (is_soon & (until > plan.next_step)) | (until == until[index])
+        read_steps = partial(self._run.read_steps, ranks=self._ranks, world_size=self._world_size)
+        steps = self._of_chunks(read_steps, plan.first_step, keys, near)
+        is_soon = (steps <= until_step) & (until > plan.next_step) | (until == until[index]) & (steps < NEVER)
+        is_required = (entry.refs[near] > 0) | is_soon
         is_required |= until_step == NEVER
         is_required &= entry.marks[near] == ABSENT
         is_required[index] = True

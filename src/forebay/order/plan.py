@@ -112,6 +112,17 @@ def batch_parts(first: int, size: int, num_steps: int, cycle: int, rank: int, wo
     return firsts[:, None] + patterns[which]
 
 
+def ranks_of(first: int, size: int, cycle: int, positions: I64, world_size: int) -> I64:
+    """The rank that takes each position, int64 [K], of batches of one size from `first` on: as `batch_parts`."""
+    batches, offsets = np.divmod(positions - first, size)
+    starts, residues = (first + batches * size) % cycle, positions % cycle
+    turns, rest = divmod(size, cycle)  # A batch has `turns` positions of each residue, one more of `rest` of them.
+    more = np.maximum(0, np.minimum(residues, starts + rest) - starts)
+    more += np.minimum(residues, np.maximum(0, starts + rest - cycle))
+    ranks: I64 = ((turns * residues + more + offsets // cycle + 1) * world_size - 1) // size
+    return ranks
+
+
 def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start: int, stop: int) -> I64:
     """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order: int64 [stop - start].
 

@@ -16,7 +16,7 @@ from forebay.arrays import I64, U8, U64
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, random_words
 from forebay.order.mixture import MixtureOrder, Weights
-from forebay.order.plan import MAX_LANES, Order, batch_parts, num_streams, part_of
+from forebay.order.plan import MAX_LANES, Order, batch_parts, num_streams, part_of, ranks_of
 from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex, check_range
 
 NEVER = 1 << 62
@@ -129,8 +129,8 @@ class Run:
         if self.num_steps is not None and end >= self.num_steps:
             return np.full(len(slices), NEVER)
         epoch = self.progress(end).epoch
-        order = self.orders[0].epoch_order(epoch)
-        return self._next_steps(end, order, order.positions_near(epoch, slices, samples), ranks, world_size)
+        positions = self.orders[0].epoch_order(epoch).positions_near(epoch, slices, samples)
+        return self._steps_at(end, 0, positions, ranks, world_size)
 
     def window_ends(self, step: int, source: int, slices: I64, samples: I64) -> I64:
         """About the first step at which the windows of samples are read to their ends, int64 [K].
@@ -140,10 +140,15 @@ class Run:
         last = self._positions_of(step, source, lambda order, epoch: order.window_stops(epoch, slices, samples) - 1)
         return step - np.minimum(0, self.progress(step).samples_taken - last - 1) // self._mean_size(step)
 
-    def read_steps(self, step: int, source: int, slices: I64, samples: I64) -> I64:
-        """About the steps at which samples are read in the epoch of a run step, int64 [K]; a window off at most."""
+    def read_steps(
+        self, step: int, source: int, slices: I64, samples: I64, ranks: tuple[int, int], world_size: int
+    ) -> I64:
+        """About the steps at which ranks [start, stop) read samples in the epoch of a run step, int64 [K].
+
+        A window off at most; `NEVER` for those of other ranks.
+        """
         positions = self._positions_of(step, source, lambda order, epoch: order.positions_near(epoch, slices, samples))
-        return step + (positions - self.progress(step).samples_taken) // self._mean_size(step)
+        return self._steps_at(step, self.progress(step).samples_taken, positions, ranks, world_size)
 
     def _positions_of(self, step: int, source: int, locate: Callable[[Order, int], I64]) -> I64:
         """The positions in the run, or the epoch, that a dataset's order has in the epoch of a run step."""
@@ -156,14 +161,18 @@ class Run:
     def _mean_size(self, step: int) -> int:
         return int(self.batch_lens(step, step + 1)[0])
 
-    def _next_steps(self, end: int, order: Order, positions: I64, ranks: tuple[int, int], world_size: int) -> I64:
-        size = self._mean_size(end)
-        steps: I64 = end + positions // size
-        if order.shuffle and order.num_lanes % size == 0 and ranks != (0, world_size):
-            slots = positions % size
-            rank = ((slots + 1) * world_size - 1) // size
-            steps = np.where((rank >= ranks[0]) & (rank < ranks[1]), steps, NEVER)
-        return steps
+    def _steps_at(self, step: int, taken: int, positions: I64, ranks: tuple[int, int], world_size: int) -> I64:
+        """When ranks read positions of the epoch of a run step before which `taken` were read; `NEVER`: others do."""
+        size, before = self._mean_size(step), self.progress(step)
+        steps: I64 = step + (positions - taken) // size
+        if ranks == (0, world_size):
+            return steps
+        rank = ranks_of(taken, size, self._cycle(before.epoch), positions, world_size)
+        return np.where((rank >= ranks[0]) & (rank < ranks[1]), steps, NEVER)
+
+    def _cycle(self, epoch: int) -> int:
+        """Positions that are equal modulo this are neighbours in a batch."""
+        return self.streams or self.orders[0].epoch_order(epoch).cycle
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
         parts: list[I64] = [np.empty((3, 0), np.int64)]
@@ -202,7 +211,7 @@ class Run:
     def _positions(self, segment: Segment, rank: int, world_size: int) -> tuple[I64, I64]:
         """How many samples a rank takes at each step of a segment, [n], and their positions, [K]."""
         before, size = segment.before, segment.size
-        cycle = self.streams or self.orders[0].epoch_order(before.epoch).cycle
+        cycle = self._cycle(before.epoch)
         positions = batch_parts(before.samples_taken, size, segment.num_steps, cycle, rank, world_size)
         return np.full(segment.num_steps, positions.shape[1]), positions.reshape(-1)
 
@@ -291,8 +300,9 @@ class OwnedRun(Run):
         order, _, num_steps = self._epoch(self.progress(step).epoch)
         return max(1, order.num_samples // num_steps)
 
-    def _next_steps(self, end: int, order: Order, positions: I64, ranks: tuple[int, int], world_size: int) -> I64:
-        return end + positions * self._epoch(self.progress(end).epoch)[2] // max(1, order.num_samples)
+    def _steps_at(self, step: int, taken: int, positions: I64, ranks: tuple[int, int], world_size: int) -> I64:
+        order, _, num_steps = self._epoch(self.progress(step).epoch)
+        return step + (positions - taken) * num_steps // max(1, order.num_samples)
 
     def _taken(self, segment: Segment) -> I64:
         order, _, num_steps = self._epoch(segment.before.epoch)

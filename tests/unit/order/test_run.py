@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.order.plan import Order
+from forebay.order.plan import Order, batch_parts, ranks_of
 from forebay.order.run import NEVER, BatchSizes, Run, Steps, Weights
 
 Sample = tuple[int, int, int]  # Source, slice, sample within the slice.
@@ -128,6 +128,14 @@ def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size:
     window = order.window_samples * order.num_lanes // order.global_batch + 2 if order.shuffle else 1
     own = expected < NEVER
     assert (np.abs(expected - actual)[own] <= window).all()
+    assert own.all() or order.cycle % order.global_batch
+
+
+@given(*(st.integers(1, 40) for _ in range(3)), st.integers(0, 90), st.integers(1, 5))
+def test_the_rank_of_a_position_is_whose_part_has_it(size: int, cycle: int, world: int, first: int, num: int) -> None:
+    for rank in range(world):
+        parts = batch_parts(first, size, num, cycle, rank, world).reshape(-1)
+        assert (ranks_of(first, size, cycle, parts, world) == rank).all()
 
 
 # Mixtures.
