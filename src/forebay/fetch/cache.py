@@ -68,6 +68,7 @@ class ChunkCache(SharedState):
         self.after_fork()
         with self._lock:  # Errors are raised here, and not at the first chunk.
             remove_stale(self.directory)
+            self._make_space(0)  # The budget may have been larger before.
         at_fork(self)
 
     def after_fork(self) -> None:

@@ -47,7 +47,7 @@ _LOG_INTERVAL_S = 3.0
 _ALL_STEPS = 1 << 62
 _STUCK_S = 10.0
 _CLOSE_S = 2.0
-_AHEAD_BYTES = 1 << 29
+_AHEAD_BYTES = (1 << 30) // 3
 _COUNTS = ("fetched_bytes", "fetched_chunks", "failed", "late")
 _log = logging.getLogger("forebay")
 
@@ -62,13 +62,12 @@ class CacheSettings:
     readahead_bytes: int | None
     share: bool | str
     keep: str = "budget"
-    open_bytes: int = 0  # Of the windows that the run has open at once.
 
     def ahead_bytes(self, sharers: int) -> int:
         """How many bytes of samples one of `sharers` plans ahead, and how many of their neighbours it fetches."""
         if self.readahead_bytes is not None:
-            return self.readahead_bytes // 2
-        return min(_AHEAD_BYTES, self.budget_bytes // 4) // sharers
+            return self.readahead_bytes // 3
+        return min(_AHEAD_BYTES, self.budget_bytes // 8) // sharers
 
 
 class Providers(Protocol):
@@ -472,7 +471,7 @@ class ChunkFeed:
         max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 16, plan.run_bytes)
         ahead_steps = self.ahead_bytes * (plan.next_step - plan.first_step) // max(1, plan.num_bytes)
         return self._pins.extend(
-            plan, group, chunk, max(1, max_bytes // entry.chunk_bytes), plan.next_step + ahead_steps
+            plan, group, chunk, max(1, max_bytes // entry.chunk_bytes), plan.next_step + 2 * ahead_steps
         )
 
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:

@@ -112,8 +112,9 @@ class ChunkPins:
         until = self.window_ends(plan.first_step, keys, near)
         read_steps = partial(self._run.read_steps, ranks=self._ranks, world_size=self._world_size)
         steps = self._of_chunks(read_steps, plan.first_step, keys, near)
-        is_soon = (steps <= until_step) & (until > plan.next_step) | (until == until[index]) & (steps < NEVER)
-        is_required = (entry.refs[near] > 0) | is_soon
+        is_open = (until > plan.first_step) & (steps < NEVER)  # Else another rank reads it, or its window was read.
+        is_soon = (steps <= until_step) & (until > plan.next_step) | (until == until[index])
+        is_required = (entry.refs[near] > 0) | is_open & is_soon
         is_required |= until_step == NEVER
         is_required &= entry.marks[near] == ABSENT
         is_required[index] = True

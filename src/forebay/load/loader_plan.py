@@ -137,7 +137,7 @@ class LoaderPlan:
         self._make_collator()  # Checks its arguments.
         self.cached, self.cache = resolve_cache(list(self.datasets.values()), config)
         if self.cache is not None and not self.jobs:
-            self.cache = self._check_traffic(self.cache)
+            self._check_traffic(self.cache)
 
     def open_slices(
         self, run: Run, every: tuple[int, int], shares: bool, stats: Callable[[], Mapping[str, float]]
@@ -182,11 +182,10 @@ class LoaderPlan:
             for dataset, order, is_cached in zip(self.datasets.values(), self.run.orders, self.cached) if is_cached
         ]  # fmt: skip
 
-    def _check_traffic(self, settings: CacheSettings) -> CacheSettings:
+    def _check_traffic(self, settings: CacheSettings) -> None:
         parts = self.footprints(settings)
         for warning in check_traffic(parts, settings.budget_bytes, self._config.order.max_fetch_ratio):
             _log.warning("%s", warning)
-        return replace(settings, open_bytes=sum(part.nodes[0].open_bytes for part in parts))
 
 
 def _open_jobs(config: LoaderConfig) -> dict[str, LeaseJob]:

@@ -68,9 +68,9 @@ class CacheOptions:
         keep: `budget`: what was read stays while there is space. `window`: it goes as soon as its window was read, so
             that little disk is used. `all`: all stays, and a cache that is too small for it is refused; without
             `cache_bytes` it is as large as it has to be.
-        readahead_bytes: Bytes of samples that are planned, and their chunks fetched, ahead of their use. By default the
-            open windows, or a quarter of the cache and at most 1 GiB if that is more; at most a third of the cache; by
-            all processes of a machine together.
+        readahead_bytes: Bytes of samples whose chunks are fetched ahead of their use: a third of them is planned, the
+            rest are neighbours that come with the same requests. By default three eighths of the cache, at most 1 GiB,
+            of all processes of a machine together.
         verify: `once`: hash a chunk when it arrives, or of a local dataset at its first use. `open`: chunks of local
             slices also at this loader's first use. `never`: check sizes and types of local slices only.
 

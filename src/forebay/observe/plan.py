@@ -254,7 +254,7 @@ def _figures(job: RunSpec) -> RunPlan:
         if job.bandwidth is not None and plan.first_batch_s is not None:
             # By the bytes of the epoch, or of the first steps, each of whose samples has a chunk of its own.
             late_s = (demand - demand[0]) / job.bandwidth - job.step_s * np.arange(len(demand))
-            settings = CacheSettings("", cache, job.connections, None, False, open_bytes=disk.open_bytes)
+            settings = CacheSettings("", cache, job.connections, None, False)
             last_s = _AHEAD_SHARE * min(1.0, settings.ahead_bytes(1) / max(1, disk.epoch_bytes)) * train_s
             plan.stall_s = max(0.0, per_epoch / job.bandwidth + last_s - train_s, float(late_s.max()))
             plan.epoch_s = plan.first_batch_s + plan.stall_s + train_s

@@ -25,7 +25,7 @@ from forebay.fetch.cache import ChunkCache
 from forebay.network.client import Client, RemoteError
 from forebay.scheduler.journal import Journal, lock_state
 from forebay.scheduler.server import SchedulerService
-from support.cached import info_of, put
+from support.cached import info_of, put, put_chunks
 from support.feeding import small_disk
 from support.handlers import Make
 from support.local_discovery import LocalDiscovery
@@ -122,7 +122,7 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
 
 def test_the_cache_takes_slices_again(disk: Path) -> None:
     cache, data = ChunkCache(disk, 1 << 20), b"x" * 100_000
-    sha256 = put(cache, data)
+    sha256 = put_chunks(cache, data, 1 << 24, [0]).info.sha256  # Pinned, so that it cannot make room.
     filler = fill(disk)
     assert cache.get(sha256) and ChunkCache(disk, 1 << 20).get(sha256)
     other = info_of(b"y" * 100_000)

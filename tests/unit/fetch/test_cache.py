@@ -31,6 +31,14 @@ def test_least_recently_used_goes_first(tmp_path: Path) -> None:
     assert cache.used_bytes() <= cache.budget_bytes
 
 
+def test_a_smaller_budget_holds_at_once(tmp_path: Path) -> None:
+    cache = ChunkCache(tmp_path, 4 * SLICE)
+    names = {put(cache, content(number), CHUNK) for number in range(4)}
+    cache.close()
+    assert ChunkCache(tmp_path, 2 * SLICE).list_slices() < names
+    assert 0 < ChunkCache(tmp_path, 2 * SLICE).used_bytes() <= 2 * SLICE
+
+
 def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path) -> None:
     cache, other = ChunkCache(tmp_path, 1 << 30), ChunkCache(tmp_path, 1 << 30)
     names = [put(cache, content(number), CHUNK) for number in range(4)]
