@@ -36,7 +36,7 @@ _COMPANIONS = (
     ".progress.json",
 )  # fmt: skip
 _SIGNATURES = "signatures"
-_LEAVES_AT_ONCE = 1 << 15
+LEAVES_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Dataset:
         self.manifest = manifest
         self.table = table
         self.id = id
-        self.fetched_bytes = 0  # Of files other than slices, after it was opened.
+        self.fetched_bytes = self.requests = 0  # Of files other than slices, after it was opened.
         self._verified = verified
         self._open: OrderedDict[int, Slice] = OrderedDict()
         self._lock = threading.Lock()
@@ -250,7 +250,7 @@ class Dataset:
         """The leaves of each slice, in order, as `leaves`: about 1 MiB is read at once."""
         start = 0
         while start < self.num_slices:
-            last_chunk = int(self.first_chunks[start]) + _LEAVES_AT_ONCE
+            last_chunk = int(self.first_chunks[start]) + LEAVES_AT_ONCE
             stop = max(start + 1, int(np.searchsorted(self.first_chunks, last_chunk, "right")) - 1)
             yield from self._leaves_of(start, stop)
             start = stop

@@ -32,6 +32,7 @@ from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
 from forebay.fetch.needs import ChunkGroup, ChunkTable, PlanNeeds
 from forebay.fetch.pins import ChunkPins
 from forebay.fetch.refetches import Refetches
+from forebay.order.footprint import MAX_REQUEST_BYTES, REQUESTS_OF_CACHE
 from forebay.order.run import NEVER, Run
 from forebay.storage.locks import at_fork
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from forebay.fetch.engine import ChunkRun, RunFetcher, Sources
 
 
-_MAX_RUN_BYTES = 2 << 20  # of a request
+_EXTENDED = 2  # times what is planned ahead are neighbours that come with the same requests
 _QUEUED = 4  # fetches that wait for a connection
 _RETRY_S = 5.0  # before a failed chunk is fetched again that no step waits for
 _POLL_S = 0.02  # for chunks that another process fetches
@@ -48,7 +49,7 @@ _ALL_STEPS = 1 << 62
 _STUCK_S = 10.0
 _CLOSE_S = 2.0
 _AHEAD_BYTES = (1 << 30) // 3
-_COUNTS = ("fetched_bytes", "fetched_chunks", "failed", "late")
+_COUNTS = ("requests", "fetched_bytes", "fetched_chunks", "failed", "late")
 _log = logging.getLogger("forebay")
 
 
@@ -64,10 +65,14 @@ class CacheSettings:
     keep: str = "budget"
 
     def ahead_bytes(self, sharers: int) -> int:
-        """How many bytes of samples one of `sharers` plans ahead, and how many of their neighbours it fetches."""
+        """How many bytes of samples one of `sharers` plans ahead."""
         if self.readahead_bytes is not None:
             return self.readahead_bytes // 3
         return min(_AHEAD_BYTES, self.budget_bytes // 8) // sharers
+
+    def neighbour_bytes(self, sharers: int) -> int:
+        """How far ahead one of `sharers` fetches what lies beside that, with the same requests."""
+        return _EXTENDED * self.ahead_bytes(sharers)
 
 
 class Providers(Protocol):
@@ -328,7 +333,7 @@ class ChunkFeed:
         if self._providers is not None:
             counts |= self._providers.stats()
         if self._fetcher is not None:
-            counts["wrong_bytes"] = self._fetcher.wrong_bytes
+            counts |= {"wrong_bytes": self._fetcher.wrong_bytes, "requests": self._fetcher.attempts}
         return {name: self._past.get(name, 0) + counts.get(name, 0) for name in (counts | self._past).keys() - {"last"}}
 
     def close(self) -> None:
@@ -354,7 +359,10 @@ class ChunkFeed:
         self._finalizers.pop("fetcher")()
         with self._changed:  # What was received counts, also of fetches that are cancelled now.
             self._changed.wait_for(lambda: not self._running, _CLOSE_S)
-        counts = {**providers.stats(), "wrong_bytes": fetcher.wrong_bytes, "last": fetcher.bytes_of_last()}
+        counts = {
+            **providers.stats(), "wrong_bytes": fetcher.wrong_bytes, "requests": fetcher.attempts,
+            "last": fetcher.bytes_of_last(),
+        }  # fmt: skip
         for name, count in counts.items():
             self._past[name] = self._past.get(name, 0) + count
 
@@ -468,10 +476,10 @@ class ChunkFeed:
         assert entry is not None and self._settings is not None
         if self._open_fetcher()[1].passes_on:
             return self._pins.extend(plan, group, chunk, entry.layout.num_chunks, NEVER)
-        max_bytes = min(_MAX_RUN_BYTES, self._settings.budget_bytes // 16, plan.run_bytes)
-        ahead_steps = self.ahead_bytes * (plan.next_step - plan.first_step) // max(1, plan.num_bytes)
+        max_bytes = min(MAX_REQUEST_BYTES, self._settings.budget_bytes // REQUESTS_OF_CACHE, plan.run_bytes)
+        ahead_steps = _EXTENDED * self.ahead_bytes * (plan.next_step - plan.first_step) // max(1, plan.num_bytes)
         return self._pins.extend(
-            plan, group, chunk, max(1, max_bytes // entry.chunk_bytes), plan.next_step + 2 * ahead_steps
+            plan, group, chunk, max(1, max_bytes // entry.chunk_bytes), plan.next_step + ahead_steps
         )
 
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
@@ -489,7 +497,7 @@ class ChunkFeed:
         claimed, self._no_room = cache.claim(entry, chunks)
         if self._no_room:
             return False
-        limit = max(1, _MAX_RUN_BYTES // entry.chunk_bytes)
+        limit = max(1, MAX_REQUEST_BYTES // entry.chunk_bytes)
         for neighbours in consecutive_runs(claimed) if len(claimed) else ():
             for run in np.split(neighbours, range(limit, len(neighbours), limit)):
                 job = ChunkRun(

@@ -26,9 +26,9 @@ from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
 from forebay.load.tokens import TokenCollator
+from forebay.order.footprint import FIRST_REQUEST_BYTES
 
 PLAN_SAMPLES = 8192
-_FIRST_RUN_BYTES = 64 << 10  # A request for the first steps; twice as many for each plan after them.
 _PLANS_AHEAD = 3  # With a cache, so many plans at least are ahead.
 _SLOW_S = 1e-3  # A batch that took longer may have waited for the disk: its page faults are counted.
 _HEADER_BYTES = 64  # A slice's header begins in its first chunk; that of tokens ends there.
@@ -76,7 +76,7 @@ class BatchPlanner:
         self._sample_bytes = int(slices.chunks.num_bytes.sum() / max(1, sum(num_samples)))
         self._step_bytes = max(1, share * self._sample_bytes)
         self._next_step = self._num_steps = 0  # Of the next plan.
-        self._run_bytes = _FIRST_RUN_BYTES
+        self._run_bytes = FIRST_REQUEST_BYTES
         self._is_running = False  # A batch was made.
         self._queue: deque[StepPlan] = deque()
         self._current: StepPlan | None = None  # Its batches are being made.
@@ -99,7 +99,7 @@ class BatchPlanner:
         """The batches of run steps [step, stop); None for no end. No slice is fetched for later steps."""
         self.source.num_steps = stop
         self._next_step, self._num_steps = step, self._stride if self._slices.cached else self._plan_steps
-        self._run_bytes = _FIRST_RUN_BYTES
+        self._run_bytes = FIRST_REQUEST_BYTES
         while True:
             self._plan_ahead()
             if not self._queue:

@@ -10,7 +10,7 @@ from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load.tokens import TokenCollator
 from forebay.maps import map_offset
-from forebay.order.footprint import fetch_ratios
+from forebay.order.footprint import fetch_ratios, num_requests
 from forebay.units import format_bytes
 
 
@@ -91,10 +91,12 @@ def _traffic(loader: Any) -> dict[str, str]:
         return {"reading": "in place, from the dataset's directory; nothing is fetched"}
     parts = loader.plan.footprints(settings)
     needs, ratio = [part.nodes[0] for part in parts], max(fetch_ratios(parts, settings.budget_bytes))
+    requests = sum(num_requests(parts, settings.budget_bytes, settings.neighbour_bytes(1))) // parts[0].num_nodes
     fetched, opened = sum(need.epoch_bytes for need in needs), sum(need.open_bytes for need in needs)
     verified = loader.config.cache.verify
     return {
-        "fetched": f"{format_bytes(fetched)} by a node in an epoch; by all {ratio:.2f} times the dataset",
+        "fetched": f"{format_bytes(fetched)} by a node in an epoch, by about {requests:,} requests; by all {ratio:.2f} "
+        "times the dataset",
         "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}; {format_bytes(opened)} of it "
         f"are read at once; slices hashed: {verified}",
     }  # fmt: skip

@@ -354,10 +354,10 @@ class Loader(RunningSource[BatchT]):
         `wait_s`: waiting for batches; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `device_s`, `queue_s`, as
         in `forebay.load.stats`. `busy_s`: between the waits. `waiting_s`: the wait in progress. `batches`, `samples`,
         `tokens` received, of a mixture also `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a
-        cache also `fetched_chunks`, `fetched_bytes` (chunks, and the lengths of documents), `refetched_chunks` and
-        `refetched_bytes` (a second time in one epoch), `failed`, `late` and `waited_s` (waits for chunks), `in_flight`,
-        `evicted_bytes`, `wrong_bytes` (their hash differed), `cached_bytes` (by all that share the cache). What helper
-        processes open is not counted.
+        cache also `requests` and `fetched_bytes` (for chunks, their hashes, and the lengths of documents),
+        `fetched_chunks`, `refetched_chunks` and `refetched_bytes` (a second time in one epoch), `failed`, `late` and
+        `waited_s` (waits for chunks), `in_flight`, `evicted_bytes`, `wrong_bytes` (their hash differed), `cached_bytes`
+        (by all that share the cache). What helper processes open is not counted.
         """
         unit, size = ("samples", 1) if self.seq_len is None else ("tokens", self.seq_len)
         samples = sum(self._samples_of)
@@ -366,8 +366,8 @@ class Loader(RunningSource[BatchT]):
             counts |= {f"{unit}.{name}": size * n for name, n in zip(self.datasets, self._samples_of)}
         opened = {"slices_opened": self.planner.num_opened}
         stats = {**self.waits.to_dict(), **counts, **opened, **self._slices.stats()}
-        if "fetched_bytes" in stats:
-            stats["fetched_bytes"] += sum(dataset.fetched_bytes for dataset in self.datasets.values())
+        for name in {"fetched_bytes", "requests"} & stats.keys():
+            stats[name] += sum(getattr(dataset, name) for dataset in self.datasets.values())
         return stats
 
     def documents(self, batch: Any) -> list[list[Document]]:

@@ -28,7 +28,7 @@ from forebay.load.sources import open_datasets, subsets_of
 from forebay.load.state import run_identity
 from forebay.machine import user_cache
 from forebay.order.bijection import derive_key
-from forebay.order.footprint import Footprint, check_traffic
+from forebay.order.footprint import Footprint, check_traffic, footprints
 from forebay.order.plan import Order, SampleSize
 from forebay.order.run import OwnedRun, Run
 
@@ -175,12 +175,11 @@ class LoaderPlan:
     def footprints(self, settings: CacheSettings) -> list[Footprint]:
         """What nodes read of each dataset that is cached."""
         world_size = 1 if self._config.is_owned else self.world_size  # Owners have orders of their own.
-        return [
-            Footprint(
-                order, world_size, ranks_per_node(world_size), self.run.streams, bool(settings.share), dataset.name
-            )
-            for dataset, order, is_cached in zip(self.datasets.values(), self.run.orders, self.cached) if is_cached
-        ]  # fmt: skip
+        names = [dataset.name for dataset in self.datasets.values()]
+        parts = footprints(
+            self.run, names, world_size, ranks_per_node(world_size), bool(settings.share), self._config.has_masks
+        )
+        return [part for part, is_cached in zip(parts, self.cached) if is_cached]
 
     def _check_traffic(self, settings: CacheSettings) -> None:
         parts = self.footprints(settings)

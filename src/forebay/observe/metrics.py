@@ -86,7 +86,8 @@ stats.tokens | loader_tokens_total | Tokens received; of a TextStream: encoded.
 stats.samples of | loader_dataset_samples_total | Samples received, by dataset of a mixture of rows.
 stats.tokens of | loader_dataset_tokens_total | Tokens received, by dataset of a mixture.
 stats.slices_opened | loader_slices_opened_total | Slices opened.
-stats.fetched_bytes | loader_fetched_bytes_total | Bytes of slices and of lengths of documents fetched.
+stats.requests | loader_requests_total | Requests for slices, hashes of their chunks and lengths of documents.
+stats.fetched_bytes | loader_fetched_bytes_total | Bytes that these requests fetched.
 stats.fetched_bytes_of_workers | loader_peer_bytes_total | Of the fetched bytes, those of other workers.
 stats.fetched_chunks | loader_fetched_chunks_total | Chunks of slices fetched into the cache.
 stats.refetched_bytes | loader_refetched_bytes_total | Bytes fetched a second time in one epoch.

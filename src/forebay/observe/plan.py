@@ -23,6 +23,8 @@ from forebay.order.footprint import (
     check_traffic,
     fetch_ratios,
     first_demand,
+    footprints,
+    num_requests,
 )
 from forebay.order.mixture import Weights
 from forebay.order.plan import Order, SampleSize, part_of
@@ -93,10 +95,8 @@ class RunSpec:
         return Run(orders, BatchSizes.of(self.global_batch), weights=self.weights)
 
     def footprints(self, run: Run) -> list[Footprint]:
-        return [
-            Footprint(order, self.world_size, self.ranks_per_node, run.streams, self.swarm, spec.name)
-            for order, spec in zip(run.orders, self.datasets)
-        ]
+        names = [spec.name for spec in self.datasets]
+        return footprints(run, names, self.world_size, self.ranks_per_node, self.swarm)
 
 
 @dataclass
@@ -115,6 +115,7 @@ class RunPlan:
     fetched_bytes: int  # By a node, in all epochs.
     fetch_ratio: float
     fetch_ratios: list[float]  # Of each dataset.
+    requests: int  # Of all nodes, in an epoch.
     samples_of_rank: tuple[int, int]  # Of the rank with fewest and of that with most, in an epoch.
     rank_bytes: int  # That the latter reads in an epoch.
     first_batch_bytes: int
@@ -227,6 +228,7 @@ def _figures(job: RunSpec) -> RunPlan:
         for part, share in zip(parts, cache_shares(parts, cache))
     ]
     per_epoch, ratios = int(np.dot(passes, fetched)), fetch_ratios(parts, cache)
+    settings = CacheSettings("", cache, job.connections, None, False)
     read_bytes = np.array(passes) * [part.num_bytes for part in parts]
     demand = np.minimum(first_demand(run, job.ranks_per_node, job.world_size), total_bytes)
     samples_of_rank = _samples_of_rank(
@@ -238,6 +240,7 @@ def _figures(job: RunSpec) -> RunPlan:
         fetched_bytes=min(total_bytes, per_epoch * job.epochs) if cache >= total_bytes else per_epoch * job.epochs,
         fetch_ratio=float(np.dot(ratios, read_bytes) / read_bytes.sum()),
         fetch_ratios=ratios,
+        requests=int(np.dot(passes, num_requests(parts, cache, settings.neighbour_bytes(1)))),
         samples_of_rank=samples_of_rank,
         rank_bytes=int(samples_of_rank[1] * read_bytes.sum() / np.dot(passes, num_samples)),
         first_batch_bytes=int(demand[0]),
@@ -254,7 +257,6 @@ def _figures(job: RunSpec) -> RunPlan:
         if job.bandwidth is not None and plan.first_batch_s is not None:
             # By the bytes of the epoch, or of the first steps, each of whose samples has a chunk of its own.
             late_s = (demand - demand[0]) / job.bandwidth - job.step_s * np.arange(len(demand))
-            settings = CacheSettings("", cache, job.connections, None, False)
             last_s = _AHEAD_SHARE * min(1.0, settings.ahead_bytes(1) / max(1, disk.epoch_bytes)) * train_s
             plan.stall_s = max(0.0, per_epoch / job.bandwidth + last_s - train_s, float(late_s.max()))
             plan.epoch_s = plan.first_batch_s + plan.stall_s + train_s
@@ -303,7 +305,7 @@ def format_plan(plan: RunPlan) -> str:
         ("steps", f"{plan.steps_per_epoch:,} of {job.global_batch} samples an epoch"),
         (f"{node} reads", f"{format_bytes(disk.epoch_bytes)} an epoch"),
         ("a rank reads", f"{format_bytes(plan.rank_bytes)} an epoch, {plan.samples_of_rank[1]:,} samples"),
-        ("all nodes fetch", f"about {plan.fetch_ratio:.2f} x the dataset an epoch"),
+        ("all nodes fetch", f"about {plan.fetch_ratio:.2f} x the dataset an epoch, by {plan.requests:,} requests"),
         ("open at once", f"{format_bytes(disk.open_bytes)}; with the next windows {format_bytes(disk.next_bytes)}"),
         ("smallest cache", format_bytes(plan.least_bytes)),
         ("cache", f"cache_bytes={plan.cache_bytes}, peak disk {format_bytes(plan.peak_disk_bytes)}"),

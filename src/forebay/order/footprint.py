@@ -25,6 +25,10 @@ TINY_PART = 0.01  # Of the bytes of all datasets: what is fetched twice below th
 _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and one with the header of the slice.
 _COUNTED_DEMAND, _COUNTED_STEPS = 1 << 17, 4096  # Samples and steps, at most, whose chunks are counted.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
+FIRST_REQUEST_BYTES = 64 << 10  # A request for the first steps; for each plan after them twice as many,
+MAX_REQUEST_BYTES = 2 << 20  # at most so many,
+_HASHES_OF_PARTS, _HASHES_OF_ALL = 0.75, 0.25  # Requests for hashes of chunks, by slice: of several nodes, of one.
+REQUESTS_OF_CACHE = 16  # and such a part of the cache.
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Footprint:
     streams: int | None = None
     swarm: bool = False  # Nodes fetch from each other: what several nodes read is fetched once.
     name: str = ""
+    part: float = 1.0  # Of the bytes of all datasets that a step reads.
+    has_heads: bool = False  # The ends of documents are requested before the samples of a slice.
 
     def __post_init__(self) -> None:
         if self.world_size % self.ranks_per_node:
@@ -105,6 +111,31 @@ class Footprint:
         again = sum(node.count * (self.fetched_bytes(node, cache_bytes) - node.epoch_bytes) for node in self.nodes)
         return (min(total, self.num_bytes + again) if self.swarm else total) / self.num_bytes
 
+    def requests(self, cache_bytes: int, ahead_bytes: int) -> int:
+        """About how many requests all nodes make in an epoch: for slices, and for the hashes of their chunks.
+
+        `ahead_bytes`: how far a node fetches what follows in the lanes of all datasets with what it needs now. A lane's
+        parts of slices are requested one by one, as far ahead as that; those of neighbouring lanes together, where a
+        lane is read ahead to its end.
+        """
+        order, size, node = self.order, self.order.size, self.nodes[0]
+        if not order.shuffle:
+            pieces = order.steps_per_epoch * self.num_nodes if self.num_nodes > 1 else 0
+            return max(pieces, int(np.count_nonzero(order.samples_per_slice)))
+        reach = ahead_bytes * self.part / node.num_lanes + order.window_samples * size.sample_bytes / 2
+        limit = max(size.chunk_bytes, min(MAX_REQUEST_BYTES, cache_bytes // REQUESTS_OF_CACHE, reach))
+        lanes = sum(of.count * of.num_lanes for of in self.nodes)
+        ends = lanes if reach < self.num_bytes / order.num_lanes else self.num_nodes if self.num_nodes > 1 else 0
+        epoch, num_samples = order.epoch_at(0), order.num_samples
+        stops = np.cumsum(order.samples_per_slice[epoch.slices])
+        parts = np.diff(np.union1d(stops, np.arange(ends + 1) * num_samples // max(1, ends))) * size.sample_bytes
+        again = self.fetch_ratio(cache_bytes) / max(1.0, self.fetch_ratio(self.num_bytes))
+        first = min(limit, self.num_bytes / order.num_lanes, float(parts.mean())) / FIRST_REQUEST_BYTES
+        slices = again * np.ceil(parts / limit).sum() + lanes * np.log2(max(1.0, first))
+        hashed = len(parts) if size.chunk_bytes < self.num_bytes / len(stops) else 0  # Those of neighbours come, too.
+        slices += len(parts) * self.has_heads
+        return int(slices + hashed * (_HASHES_OF_PARTS if self.num_nodes > 1 else _HASHES_OF_ALL))
+
     def cause(self, cache_bytes: int) -> str:
         """Why more than the dataset is fetched."""
         disk, shape = self.nodes[0], str(self.order)
@@ -157,6 +188,18 @@ class Footprint:
         return touched
 
 
+def footprints(
+    run: Run, names: Sequence[str], world_size: int, ranks_per_node: int, swarm: bool = False, has_heads: bool = False
+) -> list[Footprint]:
+    """What the nodes of a run read of each dataset."""
+    weights = np.ones(1) if run.weights is None else run.weights.quotas[0]
+    read = weights * [order.size.sample_bytes for order in run.orders]
+    return [
+        Footprint(order, world_size, ranks_per_node, run.streams, swarm, name, part, has_heads)
+        for order, name, part in zip(run.orders, names, (read / read.sum()).tolist())
+    ]
+
+
 def cache_shares(parts: Sequence[Footprint], cache_bytes: int) -> list[int]:
     """What each dataset has of a cache for all: as much as its windows need of what those of all do."""
     opened = [part.nodes[0].open_bytes for part in parts]
@@ -165,6 +208,11 @@ def cache_shares(parts: Sequence[Footprint], cache_bytes: int) -> list[int]:
 
 def fetch_ratios(parts: Sequence[Footprint], cache_bytes: int) -> list[float]:
     return [part.fetch_ratio(share) for part, share in zip(parts, cache_shares(parts, cache_bytes))]
+
+
+def num_requests(parts: Sequence[Footprint], cache_bytes: int, ahead_bytes: int) -> list[int]:
+    """About how many requests all nodes make for each dataset in an epoch of it."""
+    return [part.requests(share, ahead_bytes) for part, share in zip(parts, cache_shares(parts, cache_bytes))]
 
 
 def check_traffic(parts: Sequence[Footprint], cache_bytes: int, limit: float) -> list[str]:

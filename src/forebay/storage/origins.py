@@ -7,15 +7,19 @@ and table are read and verified, slices are not copied; `verify` hashes them wit
 from __future__ import annotations
 
 import tempfile
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
+import numpy as np
+
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, root_of
 from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
-from forebay.dataset.reader import Dataset, local_path, table_of
+from forebay.dataset.reader import LEAVES_AT_ONCE, Dataset, local_path, table_of
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.storage.addresses import BUCKET_SCHEMES
@@ -40,6 +44,7 @@ _SCHEMES = (
     "a directory, file://, http(s)://, s3://, r2://, gs://, az://, hf://datasets/OWNER/NAME, forebay://NETWORK/NAME"
 )
 _MAX_SMALL_BYTES = 1 << 30
+_MAX_LEAVES = 1 << 19  # 16 MiB, about.
 _MAX_TRIES = 5  # without a byte
 _MAX_WAIT_S = 4.0
 
@@ -138,6 +143,9 @@ class RemoteDataset(Dataset):
         super().__init__(Path(origin.url), manifest, table, id)
         self.origin, self.url = origin, origin.url
         self.has_peers = origin.url.startswith("forebay://")
+        self._leaves = OrderedDict[int, bytes]()  # Of slices that were not asked for yet.
+        self._have_leaves = np.zeros(len(table), bool)
+        self._leaves_lock, self._more_leaves = threading.Lock(), 0
 
     def slice_path(self, index: int) -> NoReturn:
         """Raise UsageError: a slice of a remote dataset has no local file."""
@@ -168,7 +176,7 @@ class RemoteDataset(Dataset):
                         "Free some, or set TMPDIR."
                     ) from fault
                 finally:
-                    self.fetched_bytes += file.tell()
+                    self.fetched_bytes, self.requests = self.fetched_bytes + file.tell(), self.requests + 1
                 file.seek(0)
                 yield file
                 return
@@ -183,8 +191,38 @@ class RemoteDataset(Dataset):
         self.check_slice(row, opened)
         return opened
 
+    def leaves(self, index: int) -> bytes:
+        """As of a local dataset. With them come those of neighbours that were not read yet.
+
+        What comes in vain is at most twice what was asked for.
+        """
+        edges = self.first_chunks
+        size = int(edges[index + 1] - edges[index])
+        if size == 1:
+            return super().leaves(index)
+        with self._leaves_lock:
+            self._more_leaves += 2 * size
+            if (known := self._leaves.pop(index, None)) is not None:
+                return known
+            limit, (start, stop) = min(size + self._more_leaves, LEAVES_AT_ONCE), (index, index + 1)
+            while stop < self.num_slices and not self._have_leaves[stop] and edges[stop + 1] - edges[start] <= limit:
+                stop += 1
+            while start and not self._have_leaves[start - 1] and edges[stop] - edges[start - 1] <= limit:
+                start -= 1
+            try:
+                leaves = self._leaves_of(start, stop)
+            except DatasetError:  # Of another of the slices, perhaps.
+                start, stop, leaves = index, index + 1, self._leaves_of(index, index + 1)
+            self._more_leaves -= int(edges[stop] - edges[start]) - size
+            self._have_leaves[start:stop] = True
+            self._leaves |= dict(zip(range(start, stop), leaves))
+            while len(self._leaves) > max(1, _MAX_LEAVES // size):
+                self._leaves.popitem(last=False)
+            return self._leaves.pop(index, leaves[index - start])
+
     def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:
         start, num_bytes = first * HASH_BYTES, count * HASH_BYTES
+        self.fetched_bytes, self.requests = self.fetched_bytes + num_bytes, self.requests + 1
         yield read_small(self.origin, CHUNKS_FILE, num_bytes, start=start)
         sources = self.origin.sources()
         for source in sources if len(sources) > 1 else ():
