@@ -37,7 +37,7 @@ def write_slices(folder: Path, slices: Sizes, dtype: Any = np.uint16, first: int
     folder.mkdir()
     for i, (tokens, stops) in enumerate(to_lists(slices, first)):
         tensors = {"tokens": np.array(tokens, dtype), "document_ends": np.array(stops, np.uint64)}
-        save_file(tensors, folder / f"{i}.safetensors")
+        save_file(tensors, folder / f"{i:03d}.safetensors")
     return import_slices(folder, folder.name)
 
 

@@ -120,15 +120,15 @@ class Footprint:
         """
         order, size, node = self.order, self.order.size, self.nodes[0]
         if not order.shuffle:
-            pieces = order.steps_per_epoch * self.num_nodes if self.num_nodes > 1 else 0
-            return max(pieces, int(np.count_nonzero(order.samples_per_slice)))
+            reads = order.steps_per_epoch * self.num_nodes if self.num_nodes > 1 else 0
+            return max(reads, int(np.count_nonzero(order.samples_per_slice)))
         reach = ahead_bytes * self.part / node.num_lanes + order.window_samples * size.sample_bytes / 2
         limit = max(size.chunk_bytes, min(MAX_REQUEST_BYTES, cache_bytes // REQUESTS_OF_CACHE, reach))
         lanes = sum(of.count * of.num_lanes for of in self.nodes)
-        ends = lanes if reach < self.num_bytes / order.num_lanes else self.num_nodes if self.num_nodes > 1 else 0
+        pieces = lanes if reach < self.num_bytes / order.num_lanes else self.num_nodes if self.num_nodes > 1 else 0
         epoch, num_samples = order.epoch_at(0), order.num_samples
         stops = np.cumsum(order.samples_per_slice[epoch.slices])
-        parts = np.diff(np.union1d(stops, np.arange(ends + 1) * num_samples // max(1, ends))) * size.sample_bytes
+        parts = np.diff(np.union1d(stops, np.arange(pieces + 1) * num_samples // max(1, pieces))) * size.sample_bytes
         again = self.fetch_ratio(cache_bytes) / max(1.0, self.fetch_ratio(self.num_bytes))
         first = min(limit, self.num_bytes / order.num_lanes, float(parts.mean())) / FIRST_REQUEST_BYTES
         slices = again * np.ceil(parts / limit).sum() + lanes * np.log2(max(1.0, first))

@@ -202,8 +202,8 @@ class RemoteDataset(Dataset):
             return super().leaves(index)
         with self._leaves_lock:
             self._more_leaves += 2 * size
-            if (known := self._leaves.pop(index, None)) is not None:
-                return known
+            if (kept := self._leaves.pop(index, None)) is not None:
+                return kept
             limit, (start, stop) = min(size + self._more_leaves, LEAVES_AT_ONCE), (index, index + 1)
             while stop < self.num_slices and not self._have_leaves[stop] and edges[stop + 1] - edges[start] <= limit:
                 stop += 1

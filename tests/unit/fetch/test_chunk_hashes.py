@@ -72,7 +72,7 @@ def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> Non
 def test_members_read_leaves_by_range_from_a_data_node(
     dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.dataset.reader._LEAVES_AT_ONCE", 6)
+    monkeypatch.setattr("forebay.dataset.reader.LEAVES_AT_ONCE", 6)
     discovery = LocalDiscovery()
     with DataNode(make_identity("node"), [dataset], HOST, 0, discovery) as node:
         reader = make_identity("reader")
