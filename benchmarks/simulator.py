@@ -26,13 +26,13 @@ from benchmarks.data import make_dataset
 from forebay import Loader, NetworkOptions
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
-from forebay.network.addresses import HostPort
 from forebay.network.client import Client
 from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
 from forebay.simulate import Scenario, simulate
 from forebay.simulate.scenario import draw
+from forebay.storage.hosts import HostPort
 
 HOST, NAME, SEQ_LEN = "127.0.0.1", "bench", 4096
 GOAL = 0.15

@@ -30,11 +30,11 @@ from benchmarks import data
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.mirror import mirror_by_swarm
-from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage.hosts import parse_address
 from forebay.storage.origins import open_remote
 from forebay.swarm.steering import Swarm
 

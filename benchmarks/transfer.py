@@ -23,9 +23,9 @@ from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
 from forebay.network.app import Request, Response, file_response, make_app
 from forebay.network.client import Client
 from forebay.network.limits import ServerLimits
+from forebay.network.peer_source import PeerSource
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server
-from forebay.storage.peer_source import PeerSource
 
 NUM_BYTES = 200 << 20
 CROWD_BYTES = 32 << 20  # for each of many clients

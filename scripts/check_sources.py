@@ -23,7 +23,7 @@ EXEMPT = {
     ("files.py", "replace", 2): "the one writer",
     ("load/prefetch.py", "Thread", 1): "hands its exception to the iterator",
     ("load/shared_memory.py", "mkstemp", 1): "the memory that processes share is never a file that stays",
-    ("network/retry.py", "Thread", 1): "writes log lines, nothing waits for it",
+    ("storage/retry.py", "Thread", 1): "writes log lines, nothing waits for it",
     ("prepare/engines/local.py", "Thread", 1): "ends the process with its parent",
     ("storage/remote_file.py", "Thread", 1): "hands its exception to whoever waits for a block",
     ("threads.py", "Thread", 1): "SupervisedThread itself",

@@ -28,8 +28,7 @@ from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
-from forebay.storage.base import read_small
-from forebay.storage.origins import origin_of
+from forebay.storage.base import origin_of, read_small
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30

@@ -1,8 +1,8 @@
 """Objects of other packages, by the name of an entry point or by `module:Name`.
 
 The groups are `forebay.dedup`, `forebay.engines`, `forebay.extractors`, `forebay.filters`, `forebay.formats`,
-`forebay.scorers`, `forebay.sources` and `forebay.tokenizers`. Nothing of another package is imported before one of its
-names is asked for.
+`forebay.origins`, `forebay.scorers`, `forebay.sources` and `forebay.tokenizers`. Nothing of another package is imported
+before one of its names is asked for.
 """
 
 import importlib

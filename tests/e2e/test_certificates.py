@@ -14,10 +14,10 @@ pytest.importorskip("libtorrent")
 
 from forebay.cli import main
 from forebay.dataset.reader import open_dataset
-from forebay.network.addresses import parse_address
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import read_claims
 from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage.hosts import parse_address
 from support.handlers import PatientClient
 from support.nodes import make_dataset
 

@@ -17,10 +17,10 @@ from forebay.lease.fetching import GrantedProviders, LeaseFetches
 from forebay.lease.messages import ExchangeReply
 from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.client import Client
+from forebay.network.peer_source import FromUrls
 from forebay.order.plan import Order
 from forebay.order.run import Run
 from forebay.order.step_index import BatchSizes
-from forebay.storage.peer_source import FromUrls
 from support.waiting import until
 
 DATASET = "ab" * 32

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterable
 
-from forebay.network.addresses import HostPort
+from forebay.storage.hosts import HostPort
 
 
 class LocalDiscovery:

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity
+from forebay.storage.hosts import parse_address
 
 
 def connect(member: Identity, address: str) -> ssl.SSLSocket:

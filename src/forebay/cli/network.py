@@ -13,7 +13,7 @@ from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
-from forebay.network.retry import log_while_waiting
+from forebay.storage.retry import log_while_waiting
 
 TOKEN_VALID_DAYS = 7.0
 

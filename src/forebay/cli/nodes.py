@@ -20,7 +20,7 @@ from forebay.cli.running import (
     until_stopped,
 )
 from forebay.errors import UsageError
-from forebay.network.retry import log_while_waiting
+from forebay.storage.retry import log_while_waiting
 
 
 def _status(args: Namespace) -> int:

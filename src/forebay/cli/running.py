@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.cli.arguments import add_identity, address, plain, print_result, seconds
 from forebay.cli.parser import Parser
 from forebay.errors import UsageError
-from forebay.network.retry import log_while_waiting
+from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def send_request(
 
     An address that begins with http:// is of a server without TLS; with https:// it is as without.
     """
-    from forebay.network.addresses import parse_address
     from forebay.network.client import Client
+    from forebay.storage.hosts import parse_address
 
     identity = None if address.startswith("http://") else load_identity(args)
     address = address.removeprefix("http://").removeprefix("https://")

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from forebay import html
 from forebay.arrays import Array
 from forebay.dataset.manifest import DOCUMENTS_FILE
 from forebay.errors import DatasetError, UsageError
@@ -52,6 +51,8 @@ class Document:
     def _repr_html_(self) -> str:
         """Its source and the first of its text."""
         fields = {"id": self.id, "source": self.source, "tokens": len(self.tokens)}
+        from forebay import html
+
         return html.card(f"Document {self.index}", fields, html.coloured([[self.text]] if self.text else []))
 
 

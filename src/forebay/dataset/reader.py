@@ -4,6 +4,8 @@ Opening reads two files and no slice. A slice is hashed when it is first used, o
 A dataset keeps at most 64 slices mapped; arrays that callers keep stay valid.
 """
 
+from __future__ import annotations
+
 import hashlib
 import threading
 from collections import OrderedDict
@@ -14,21 +16,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
 
-from forebay import html
 from forebay.arrays import I64, U64
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
-from forebay.dataset.documents import Document, Documents
 from forebay.dataset.lengths import LENGTHS_FILE, read_document_ends
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
 from forebay.maps import release_pages
+
+if TYPE_CHECKING:
+    from forebay.dataset.documents import Document, Documents
 
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
 _COMPANIONS = (
@@ -113,6 +116,8 @@ class Dataset:
             documents = []
         texts = [[document.text or " ".join(map(str, document.tokens[:64].tolist()))] for document in documents]
         fields = {name: value for name, value in self.describe().items() if name != "name"}
+        from forebay import html
+
         return html.card(self.name, {**fields, "path": self.url}, html.coloured(texts))
 
     def __len__(self) -> int:
@@ -142,6 +147,8 @@ class Dataset:
             IndexError, DatasetError: As `dataset[index]`.
             UsageError: If the layout is `rows`.
         """
+        from forebay.dataset.documents import Document
+
         if self.manifest.layout == "rows":
             raise UsageError(f"document: expected a dataset of layout tokens, got rows in {self.url}. Use dataset[i].")
         tokens, number = self[index], index + len(self) if index < 0 else index
@@ -155,6 +162,8 @@ class Dataset:
 
     @cached_property
     def _documents(self) -> Documents:
+        from forebay.dataset.documents import Documents
+
         return Documents(self)
 
     @property

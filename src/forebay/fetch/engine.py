@@ -32,8 +32,8 @@ from forebay.closing import Closing
 from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.errors import DatasetError, IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.chunk_file import PRESENT, UNVERIFIED, ChunkFile
-from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError, log
+from forebay.storage.retry import backoff_s
 from forebay.threads import SupervisedThread
 
 _FIRST_BACKOFF_S = 0.2

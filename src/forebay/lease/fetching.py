@@ -23,9 +23,9 @@ from forebay.lease.messages import Lease, prove
 from forebay.lease.state import ActiveLease
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.peer import Provider
-from forebay.network.retry import backoff_s
+from forebay.network.peer_source import FromUrls, PeerSource, open_untrusted_origin
 from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.peer_source import FromUrls, PeerSource, open_untrusted_origin
+from forebay.storage.retry import backoff_s
 from forebay.swarm.members import format_ranges
 
 log = logging.getLogger("forebay.worker")

@@ -12,15 +12,14 @@ from pathlib import Path
 from forebay.closing import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.lease.scheduler_client import SchedulerClient
-from forebay.network.addresses import HostPort, parse_peer_address
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS, Discovery
+from forebay.network.peer_dataset import PeerOrigin, join_dht, open_peers
+from forebay.network.peer_source import FromUrls
 from forebay.network.pki.identity import Identity
-from forebay.network.retry import log_while_waiting
-from forebay.storage.base import Timeouts
+from forebay.storage.hosts import HostPort, parse_peer_address
 from forebay.storage.origins import RemoteDataset, read_dataset
-from forebay.storage.peer_dataset import PeerOrigin, join_dht, open_peers
-from forebay.storage.peer_source import FromUrls
+from forebay.storage.retry import log_while_waiting
 
 _RETRY_S = 0.2
 log = logging.getLogger("forebay.worker")
@@ -45,7 +44,7 @@ class LeaseJob(Closing):
         self, url: str, identity: str | Path | Identity | None, address: str | None, *,
         discovery: Discovery | None, patience_s: float, from_urls: FromUrls,
     ) -> None:  # fmt: skip
-        asked = open_peers(url, identity, None, None, Timeouts(), from_urls)
+        asked = open_peers(url, identity=identity, from_urls=from_urls)
         self.identity, self.from_urls, self.client = asked.identity, from_urls, Client(asked.identity)
         if discovery is None and address is None:
             discovery = join_dht(self.identity)

@@ -32,9 +32,9 @@ from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeA
 from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.errors import ProtocolError
 from forebay.ledger.chain import Used
-from forebay.network.addresses import check_url, parse_peer_address
 from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
 from forebay.network.peer import Provider
+from forebay.storage.hosts import check_url, parse_peer_address
 
 MAX_LEASE_IDS = 256
 MAX_USES = 4096

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.errors import NetworkError
-from forebay.network.addresses import join_address, parse_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.messages import STALE_ATTEMPT
 from forebay.network.pki.identity import Identity
-from forebay.network.retry import backoff_s, log_while_waiting
+from forebay.storage.hosts import join_address, parse_address
+from forebay.storage.retry import backoff_s, log_while_waiting
 
 log = logging.getLogger("forebay.worker")
 STOPPING_S = 3.0  # after a stop each last request is retried for so long

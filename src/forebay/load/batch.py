@@ -15,7 +15,6 @@ from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay import html
 from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
 
@@ -236,6 +235,8 @@ class TokenBatch(_Batch[Array]):
             [self._decode(row[start:stop]) for start, stop in pairwise(stops)]
             for row, stops in zip(rows, edges)
         ]  # fmt: skip
+        from forebay import html
+
         return html.card(repr(self), {}, html.coloured(body))
 
     def _decode(self, tokens: NDArray[Any]) -> str:
@@ -288,6 +289,8 @@ class RowBatch(_Batch[Array]):
 
     def _repr_html_(self) -> str:
         dtypes: dict[str, Any] = {name: f"{a.dtype} {list(a.shape)}" for name, a in self.tensors.items()}  # type: ignore[attr-defined]
+        from forebay import html
+
         return html.card(repr(self).partition(", ")[0] + ")", dtypes)
 
 

@@ -22,7 +22,6 @@ from forebay.fetch.needs import PlanNeeds
 from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
 from forebay.load.order_source import OrderSource, StepPlan
-from forebay.load.rows import RowCollator
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
 from forebay.load.tokens import TokenCollator
@@ -51,6 +50,8 @@ def make_collator(
     if layout == "rows":
         if document_masks:
             raise UsageError("document_masks: expected a dataset of layout 'tokens', got 'rows'. Leave it out.")
+        from forebay.load.rows import RowCollator
+
         return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
     if trim_padding:
         raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")

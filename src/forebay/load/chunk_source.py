@@ -101,7 +101,7 @@ class Origins:
         self._origins: dict[int, Sources] = {}  # By number of the dataset.
 
     def origin(self, key: int) -> Sources:
-        from forebay.storage.origins import origin_of
+        from forebay.storage.base import origin_of
 
         number = int(np.searchsorted(self._first_key, key, "right")) - 1
         if number not in self._origins:

@@ -1,11 +1,13 @@
 """What a loader shows of itself: a description in lines, cards for notebooks, and the documents behind a batch."""
 
-from typing import Any
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forebay.arrays import Array
-from forebay.dataset.documents import Document, Documents
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load.tokens import TokenCollator
@@ -13,12 +15,21 @@ from forebay.maps import map_offset
 from forebay.order.footprint import fetch_ratios, num_requests
 from forebay.units import format_bytes
 
+if TYPE_CHECKING:
+    from forebay.dataset.documents import Document, Documents
+
 
 class TokenText:
     """Decodes tokens with a dataset's tokenizer; pickled without it."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self._documents = Documents(dataset)
+        self._dataset = dataset
+
+    @cached_property
+    def _documents(self) -> Documents:
+        from forebay.dataset.documents import Documents
+
+        return Documents(self._dataset)
 
     def __call__(self, tokens: Array) -> str:
         return self._documents.text(tokens)

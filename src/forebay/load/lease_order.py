@@ -25,10 +25,10 @@ from forebay.lease.state import ActiveLease, LeaseState
 from forebay.load.order_source import StepPlan
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
-from forebay.network.retry import log_while_waiting
 from forebay.order.mixture import MixtureOrder
 from forebay.order.plan import lease_order
 from forebay.order.run import Run
+from forebay.storage.retry import log_while_waiting
 
 _CONTINUE_S = (
     2.0  # A batch that has samples waits no longer for the next lease; one without releases later datasets' leases.

@@ -10,19 +10,16 @@ import inspect
 import logging
 from bisect import bisect_left
 from dataclasses import replace
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
-from forebay import html
-from forebay.dataset.documents import Document
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import Batches, BatchT, Convert, Opened, RunningSource, Take
 from forebay.load.environment import close_at_exit, write_stats
-from forebay.load.helpers import HelperPool
 from forebay.load.loader_plan import LoaderPlan, make_lease_state, step_of_lease_state
 from forebay.load.options import LoaderArguments, LoaderConfig, changed
 from forebay.load.prefetch import Prefetcher
@@ -32,6 +29,10 @@ from forebay.load.stats import Spent
 from forebay.order.growth import grow
 from forebay.order.step_index import check_integer
 from forebay.storage.locks import at_fork
+
+if TYPE_CHECKING:
+    from forebay.dataset.documents import Document
+    from forebay.load.helpers import HelperPool
 
 _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
@@ -279,6 +280,8 @@ class Loader(RunningSource[BatchT]):
         if self._pool is None or self._pool.num_workers != num_workers:
             if self._pool is not None:
                 self._pool.close()
+            from forebay.load.helpers import HelperPool
+
             self._pool = HelperPool(self, num_workers)
         return self._pool
 
@@ -393,6 +396,8 @@ class Loader(RunningSource[BatchT]):
         return f"{self.settings} at epoch {self.epoch}, step {self.step}, rank {self.rank} of {self.world_size}"
 
     def _repr_html_(self) -> str:
+        from forebay import html
+
         return html.card("Loader", display.describe(self))
 
 

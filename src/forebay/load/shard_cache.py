@@ -50,10 +50,10 @@ from forebay.load.shard_files import (
     read_samples,
     verify_pair,
 )
-from forebay.network.retry import backoff_s, log_while_waiting
 from forebay.processes import end_with_parent
 from forebay.storage.base import PathOrigin, PinnedOrigin, Timeouts, as_object_origin
 from forebay.storage.origins import open_origin
+from forebay.storage.retry import backoff_s, log_while_waiting
 from forebay.threads import SupervisedThread
 from forebay.units import format_rate
 

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from forebay import html
-from forebay.dataset.agreement import TOKENIZER_FILE, differences, token_traits
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
 from forebay.errors import DatasetError, UsageError
 from forebay.load.packing import DocumentSubset
 from forebay.order.mixture import Weights
-from forebay.toml import read_toml
 
 DatasetSource: TypeAlias = "str | Path | Dataset"
 _log = logging.getLogger("forebay")
@@ -70,6 +67,8 @@ class Mixture:
     def _repr_html_(self) -> str:
         """The datasets, and their weights by step."""
         weights = {f"from step {step:,}": ", ".join(f"{k} {v:g}" for k, v in by.items()) for step, by in self.changes}
+        from forebay import html
+
         return html.card("Mixture", {**self.datasets, **weights})
 
     @classmethod
@@ -87,6 +86,8 @@ class Mixture:
         Raises:
             UsageError: If the file cannot be read or has other contents.
         """
+        from forebay.toml import read_toml
+
         path = Path(path)
         config = read_toml(path)
         try:
@@ -159,6 +160,10 @@ def open_datasets(
 
     with ThreadPoolExecutor(min(_OPENERS, len(sources))) as pool:
         datasets = dict(zip(sources, pool.map(open_one, sources.values())))
+    if len(datasets) < 2:
+        return datasets
+    from forebay.dataset.agreement import TOKENIZER_FILE, differences, token_traits
+
     for trait, first, expected, name, got in differences({n: token_traits(d.manifest) for n, d in datasets.items()}):
         if trait in ("layout", "dtype") or not allow_different_tokenizers:
             raise DatasetError(

@@ -1,5 +1,5 @@
-"""Communication between processes: discovery, identities, HTTPS servers and clients, limits. No dataset logic.
+"""Communication between processes: discovery, identities, HTTPS servers and clients, limits. and datasets of peers.
 
 Start at `pki/` (keys, certificates, revocation), `app.py` and `server.py` (serving), `client.py` (requests to peers)
-and `discovery.py` (from a dataset's name to its providers). Imports nothing above `errors`, `files` and `units`.
+`discovery.py` (from a dataset's name to its providers) and `peer_dataset.py` (a dataset of `forebay://`).
 """

@@ -17,12 +17,12 @@ from urllib3.util import SKIP_HEADER
 
 from forebay.closing import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError
-from forebay.network import http
-from forebay.network.addresses import parse_peer_address
-from forebay.network.http import FAULTS, Connection, StreamedResponse
 from forebay.network.peer import Peer
-from forebay.network.retry import retry_after_s
 from forebay.network.tracing import client_span
+from forebay.storage import connections
+from forebay.storage.connections import FAULTS, Connection, StreamedResponse
+from forebay.storage.hosts import parse_peer_address
+from forebay.storage.retry import retry_after_s
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity  # its packages are not needed over plain HTTP
@@ -107,9 +107,9 @@ class Client(Closing):
         self.identity = identity
         if identity is not None:
             context, read_peer = identity.client_context(), identity.peer
-        self._context = http.bounded_context(context) if context is not None else None
+        self._context = connections.bounded_context(context) if context is not None else None
         self._read_peer = read_peer
-        self._pool = http.ConnectionPool(MAX_IDLE_PER_PEER)
+        self._pool = connections.ConnectionPool(MAX_IDLE_PER_PEER)
 
     def close(self) -> None:
         """Close the idle connections; the client stays usable."""
@@ -226,7 +226,7 @@ class Client(Closing):
         response, can_keep = None, False
         try:
             self._check_peer(connection.peer, request)
-            response = http.exchange(
+            response = connections.exchange(
                 connection, request.method, request.path, {**_NO_HEADERS, **request.headers},
                 request.body or None, request.deadline, MAX_HEAD_BYTES,
             )  # fmt: skip
@@ -271,12 +271,12 @@ class Client(Closing):
         host, port = parse_peer_address(request.address)
         connection: Connection
         if self._context is None:
-            connection = http.PlainConnection(host, port)
+            connection = connections.PlainConnection(host, port)
             connection.peer = Peer("", b"", request.address)
         else:
-            connection = http.TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
+            connection = connections.TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
         try:
-            connection.timeout = http.remaining_s(request.deadline)
+            connection.timeout = connections.remaining_s(request.deadline)
             connection.connect()
             if self._read_peer is not None:
                 sock: Any = connection.sock
@@ -305,7 +305,7 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
     hint = "Is the peer running, and the address right?"
-    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, http.TruncatedHeadError)):
+    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
         hint = f"It may be stopping or full. {_SAME_NETWORK}"
     return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
 

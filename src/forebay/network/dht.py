@@ -20,8 +20,8 @@ from typing import Any
 import libtorrent
 
 from forebay.errors import NetworkError
-from forebay.network.addresses import HostPort, host_towards, join_address
-from forebay.network.retry import log_while_waiting
+from forebay.storage.hosts import HostPort, host_towards, join_address
+from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
 START_TIMEOUT_S = 10.0

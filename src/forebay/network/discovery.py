@@ -23,11 +23,11 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolError
-from forebay.network.addresses import HostPort, check_url, join_address
 from forebay.network.client import Client
 from forebay.network.messages import Count, Sha256
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity, verify
+from forebay.storage.hosts import HostPort, check_url, join_address
 
 MAX_CLAIMS = 512
 MAX_CLAIMS_BYTES = 64 << 10

@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
-from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.peer import Scope
 from forebay.network.pki import certificates
@@ -30,6 +29,7 @@ from forebay.network.pki.files import check_new_node, parse_network, read_key, w
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import Revocations
 from forebay.peer_id import peer_id_of
+from forebay.storage.hosts import parse_address
 
 MAX_TOKEN_CHARS = 64 << 10
 _PREFIX = "forebay1."

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from forebay.errors import ForebayError, ProtocolError
-from forebay.network.addresses import host_towards, is_public, join_address, parse_peer_address
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS_BYTES
 from forebay.network.peer import Peer
+from forebay.storage.hosts import host_towards, is_public, join_address, parse_peer_address
 
 log = logging.getLogger("forebay.network")
 CHECK_S = 3.0

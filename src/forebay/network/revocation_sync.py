@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import ForebayError, NetworkError, ProtocolError
-from forebay.network.addresses import join_address, parse_address
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.join import admission_address, renew_at
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_ISSUERS, PEER_ID, Crl
+from forebay.storage.hosts import join_address, parse_address
 from forebay.threads import SupervisedThread
 
 CRLS = "/v1/crls"

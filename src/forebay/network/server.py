@@ -24,7 +24,6 @@ from typing import Any, Self, TypeVar
 from fastapi import FastAPI
 
 from forebay.errors import NetworkError
-from forebay.network.addresses import join_address
 from forebay.network.app import add_trust_routes
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery
@@ -34,6 +33,7 @@ from forebay.network.pki.identity import Identity
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server_connections import PeerProtocol, ServerCore
 from forebay.network.tls import SocketTransport, handshake
+from forebay.storage.hosts import join_address
 from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, SupervisedThread
 
 BACKLOG = 1024

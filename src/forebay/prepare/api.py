@@ -23,11 +23,11 @@ from pydantic import Field
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.network.retry import backoff_s
 from forebay.prepare.settings import Count, Number, Settings, field_types
 from forebay.storage.base import PermanentError, Timeouts, TransientError
 from forebay.storage.http import WebOrigin, retry_delay_s
 from forebay.storage.locks import try_acquire
+from forebay.storage.retry import backoff_s
 from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20

@@ -40,7 +40,6 @@ from forebay.formats.inputs import (
     open_stored,
 )
 from forebay.formats.records import SHOWN_CHARS, Record, keys_of
-from forebay.network.retry import log_while_waiting
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.addresses import is_hidden, is_url, location, path_or_url
@@ -48,6 +47,7 @@ from forebay.storage.compression import unpacked_head
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
 from forebay.storage.listing import OUTPUT, Skipped, describe_skipped, list_files, shown_path
+from forebay.storage.retry import log_while_waiting
 
 if TYPE_CHECKING:
     from forebay.storage.remote_file import RemoteFolder

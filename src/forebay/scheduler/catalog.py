@@ -25,14 +25,14 @@ from forebay.load.samples import SampleIndex, plan_samples
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.peer import Provider
+from forebay.network.peer_dataset import PeerOrigin
+from forebay.network.peer_source import FromUrls, read_slice, verify_provider
 from forebay.network.publications import select_published
-from forebay.network.retry import log_while_waiting
 from forebay.scheduler.core import ProviderFault
 from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.sessions import WorkerSession
 from forebay.storage.origins import RemoteDataset
-from forebay.storage.peer_dataset import PeerOrigin
-from forebay.storage.peer_source import FromUrls, read_slice, verify_provider
+from forebay.storage.retry import log_while_waiting
 
 DIRECTORY = "datasets"
 MAX_MANIFEST_BYTES = 16 << 20

@@ -31,6 +31,7 @@ from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import STALE_ATTEMPT, ReadmitRequest
 from forebay.network.peer import Peer
+from forebay.network.peer_source import FromUrls
 from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
@@ -43,7 +44,6 @@ from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
 from forebay.storage.locks import Lock
-from forebay.storage.peer_source import FromUrls
 from forebay.swarm.tracker import BanLog
 
 ORIGIN_TTL_S = 20.0  # a data node that died is named for so long

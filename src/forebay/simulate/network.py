@@ -21,8 +21,8 @@ import numpy as np
 
 from forebay.arrays import F64, I64
 from forebay.network.peer import Provider
-from forebay.network.retry import backoff_s
 from forebay.simulate.scenario import Faults, Machine, Scenario
+from forebay.storage.retry import backoff_s
 
 STALL_S = 5.0
 _ROUNDS = 4  # how often all providers of a fetch are tried

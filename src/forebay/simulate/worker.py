@@ -15,9 +15,9 @@ import numpy as np
 from forebay.lease.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.lease.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
 from forebay.lease.state import MAX_FETCHES, ActiveLease, LeaseState
-from forebay.network.retry import backoff_s
 from forebay.simulate.network import SimFetch, SimNetwork, SimNode
 from forebay.simulate.scenario import UsageRecord, UsedRange
+from forebay.storage.retry import backoff_s
 from forebay.swarm.members import format_ranges
 
 _log = logging.getLogger("forebay.simulate")

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from forebay.dataset.manifest import SliceInfo
+from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
-from forebay.network.retry import backoff_s, log_while_waiting
+from forebay.storage.retry import backoff_s, log_while_waiting
 
 log = logging.getLogger("forebay.storage")
 CHUNK_BYTES = 256 << 10  # read between two checks of the time; 4 x this is no faster on loopback
@@ -283,6 +284,12 @@ class PathOrigin(ObjectOrigin):
         if len(data) > max_bytes:
             raise PermanentError(f"{self.folder / name} is larger than {max_bytes} bytes")
         return data
+
+
+def origin_of(dataset: Dataset) -> Origin:
+    """Return the origin of a dataset's files: its directory, if it is local."""
+    origin: Origin = getattr(dataset, "origin", None) or PathOrigin(dataset.path.absolute())
+    return origin
 
 
 def _path_error(error: OSError) -> ForebayError:

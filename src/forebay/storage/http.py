@@ -1,4 +1,4 @@
-"""Objects below an http(s) URL: ranges, persistent connections, redirects, proxies; on the connections of network.http.
+"""Objects below an http(s) URL: ranges, persistent connections, redirects, proxies; on `storage.connections`.
 
 Cost: urllib3 parses headers in Python (0.1 ms per request). In return, every wait has a limit, Retry-After is known,
 and a body goes from the socket into one reused buffer.
@@ -22,8 +22,16 @@ import urllib3.util
 from urllib3.connection import ProxyConfig
 
 from forebay.errors import ProtocolError, UsageError
-from forebay.network.addresses import is_host, is_public
-from forebay.network.http import (
+from forebay.storage.base import (
+    CHUNK_BYTES,
+    ObjectMeta,
+    ObjectOrigin,
+    PermanentError,
+    Timeouts,
+    TransientError,
+    check_etag,
+)
+from forebay.storage.connections import (
     FAULTS,
     BlockedAddressError,
     Connection,
@@ -34,16 +42,8 @@ from forebay.network.http import (
     bounded_context,
     exchange,
 )
-from forebay.network.retry import retry_after_s
-from forebay.storage.base import (
-    CHUNK_BYTES,
-    ObjectMeta,
-    ObjectOrigin,
-    PermanentError,
-    Timeouts,
-    TransientError,
-    check_etag,
-)
+from forebay.storage.hosts import is_host, is_public
+from forebay.storage.retry import retry_after_s
 
 _KEEP_IDLE_S = 30.0
 _MAX_REDIRECTS = 5

@@ -1,7 +1,8 @@
 """Open an origin or a dataset by its URL: the one list of URL schemes.
 
-The module of a scheme is imported when a URL needs it, as most need packages of an extra. Of a remote dataset, manifest
-and table are read and verified, slices are not copied; `verify` hashes them with 256 KiB of memory per connection.
+The module of a scheme is imported when a URL needs it, as most need packages of an extra; a package may add a scheme by
+an entry point of `forebay.origins`. Of a remote dataset, manifest and table are read and verified, slices are not
+copied; `verify` hashes them with 256 KiB of memory per connection.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FI
 from forebay.dataset.reader import LEAVES_AT_ONCE, Dataset, local_path, table_of
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.plugins import load_plugin, plugins
 from forebay.storage.addresses import BUCKET_SCHEMES
 from forebay.storage.base import (
     Origin,
@@ -35,11 +37,8 @@ from forebay.storage.base import (
     retry_transient,
 )
 
-if TYPE_CHECKING:
-    from forebay.network.discovery import Discovery
-    from forebay.network.pki.identity import Identity
-    from forebay.storage.peer_source import FromUrls
-
+ORIGINS = {"forebay": "forebay.network.peer_dataset:open_peers"}
+"""The openers of schemes that are not of storage, called with the URL, `timeouts` and what `open_origin` was given."""
 _SCHEMES = (
     "a directory, file://, http(s)://, s3://, r2://, gs://, az://, hf://datasets/OWNER/NAME, forebay://NETWORK/NAME"
 )
@@ -49,25 +48,14 @@ _MAX_TRIES = 5  # without a byte
 _MAX_WAIT_S = 4.0
 
 
-def open_origin(
-    url: str | Path,
-    *,
-    identity: str | Path | Identity | None = None,
-    dataset_id: str | None = None,
-    discovery: Discovery | None = None,
-    timeouts: Timeouts | None = None,
-    from_urls: FromUrls = "",
-) -> Origin:
+def open_origin(url: str | Path, *, timeouts: Timeouts | None = None, **settings: Any) -> Origin:
     """Return the origin at a URL of the user, with the environment's credentials. It connects at the first request.
 
     Args:
         url: A path or `file://`; `http://`, `https://` (a directory; its query goes with every request); `s3://`
             (`AWS_*`, `AWS_ENDPOINT_URL`; options of obstore in the query), `r2://` (`R2_DATASET_*`), `gs://`, `az://`;
             `hf://datasets/OWNER/NAME[@REVISION][/PATH]` (`HF_ENDPOINT`, `HF_TOKEN`); `forebay://NETWORK/NAME`.
-        identity: For `forebay://`: a member, or its directory; by default `$FOREBAY_HOME/NETWORK`.
-        dataset_id: For `forebay://`: only peers that claim this id.
-        discovery: For `forebay://`: how to find peers; by default the network's DHT. The caller closes it.
-        from_urls: For `forebay://`: which URLs of peers are read too: none, `public` or `any`.
+        settings: For `forebay://`, as of `forebay.network.peer_dataset.open_peers`; other schemes ignore them.
 
     Raises:
         UsageError: If the scheme is unknown, or a part of the URL is missing.
@@ -79,34 +67,30 @@ def open_origin(
             return PathOrigin(local_path(text).absolute())
         case "http" | "https" | "hf" as scheme:
             from forebay.storage.http import WebOrigin
-            from forebay.storage.hub import hub_address
 
-            text, headers = hub_address(text) if scheme == "hf" else (text, {})
+            headers = dict[str, str]()
+            if scheme == "hf":
+                from forebay.storage.hub import hub_address
+
+                text, headers = hub_address(text)
             return WebOrigin(text, headers=headers, timeouts=timeouts)
         case scheme if scheme in BUCKET_SCHEMES:
             from forebay.storage.buckets import BucketOrigin
 
             return BucketOrigin(text, timeouts=timeouts)
-        case "forebay":
-            from forebay.storage.peer_dataset import open_peers
-
-            return open_peers(text, identity, dataset_id, discovery, timeouts, from_urls)
+        case scheme if scheme in ORIGINS or scheme in plugins("forebay.origins"):
+            opened: Origin = load_plugin("forebay.origins", ORIGINS.get(scheme, scheme))(
+                text, timeouts=timeouts, **settings
+            )
+            return opened
     raise UsageError(f"open an origin: expected {_SCHEMES}, got {text!r}. Check the URL.")
 
 
-def open_remote(
-    url: str,
-    *,
-    dataset_id: str | None = None,
-    identity: str | Path | Identity | None = None,
-    discovery: Discovery | None = None,
-    timeouts: Timeouts | None = None,
-    from_urls: FromUrls = "",
-) -> RemoteDataset:
+def open_remote(url: str, *, dataset_id: str | None = None, **settings: Any) -> RemoteDataset:
     """Open the dataset at a URL: reads manifest and table into memory.
 
     Args:
-        url, identity, discovery, timeouts, from_urls: As of `open_origin`.
+        url, settings: As of `open_origin`.
         dataset_id: Expected id; by default any.
 
     Raises:
@@ -114,9 +98,7 @@ def open_remote(
         NetworkError: If the origin is unreachable.
         UsageError: If the scheme is unknown.
     """
-    origin = open_origin(
-        url, identity=identity, dataset_id=dataset_id, discovery=discovery, timeouts=timeouts, from_urls=from_urls
-    )
+    origin = open_origin(url, dataset_id=dataset_id, **settings)
     return read_dataset(origin, dataset_id)
 
 
@@ -245,11 +227,6 @@ class RemoteDataset(Dataset):
 
     def _extra(self) -> list[str]:
         return []
-
-
-def origin_of(dataset: Dataset) -> Origin:
-    """Return the origin of a dataset's files: its directory, if it is local."""
-    return dataset.origin if isinstance(dataset, RemoteDataset) else PathOrigin(dataset.path.absolute())
 
 
 def _fetch(source: Origin, name: str, size: int, sha256: str, file: BinaryIO, chunk_bytes: int) -> None:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from forebay.errors import ForebayError, PrepareError
-from forebay.network.retry import log_while_waiting
 from forebay.storage.addresses import (
     BUCKET_SCHEMES,
     bucket_address,
@@ -57,6 +56,7 @@ from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
 from forebay.storage.locks import at_fork, try_acquire
 from forebay.storage.origins import open_origin
+from forebay.storage.retry import log_while_waiting
 
 MAX_CONNECTIONS = 8  # of one run to the server of a list
 _PATIENT_TRIES, _PATIENT_WAIT_S = 12, 60.0  # four minutes in all

@@ -18,14 +18,14 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.engine import NoProviderError, TransferCancelledError
-from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.peer import Provider, node_of
+from forebay.network.peer_dataset import PeerOrigin
+from forebay.network.peer_source import PeerSource
 from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, PermanentError, read_small
+from forebay.storage.hosts import parse_address
 from forebay.storage.origins import RemoteDataset
-from forebay.storage.peer_dataset import PeerOrigin
-from forebay.storage.peer_source import PeerSource
 from forebay.swarm.reader_state import Body, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
 from forebay.threads import SupervisedThread

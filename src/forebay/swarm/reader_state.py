@@ -21,11 +21,11 @@ from pydantic import ValidationError
 
 from forebay.arrays import BOOL
 from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolError
-from forebay.network.addresses import check_url, parse_peer_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import PermanentError
+from forebay.storage.hosts import check_url, parse_peer_address
 from forebay.swarm.members import format_ranges
 
 MAX_WANTED = 4096

@@ -23,9 +23,9 @@ from forebay.errors import ProtocolError
 from forebay.network.client import Client
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of
+from forebay.network.peer_source import verify_provider
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import ReachabilityChecker
-from forebay.storage.peer_source import verify_provider
 from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm
 

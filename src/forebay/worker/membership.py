@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.coordinator.messages import ANSWER_S
 from forebay.errors import NetworkError, UsageError
-from forebay.network.addresses import parse_address
 from forebay.network.client import Client
+from forebay.storage.hosts import parse_address
 from forebay.threads import SupervisedThread
 from forebay.worker.membership_state import (
     Generation,

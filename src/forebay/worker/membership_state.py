@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from forebay.coordinator.messages import HEARTBEAT_WAIT_S, RETRY_S
 from forebay.errors import LeaseError, NetworkError, ProtocolError
 from forebay.network.client import RemoteError
-from forebay.network.retry import backoff_s
+from forebay.storage.retry import backoff_s
 
 WAIT_S = 2.0  # how long the coordinator may hold a request of a worker that waits; bounds the time to stop, too
 FIRST_WAIT_S = 0.3

@@ -12,12 +12,11 @@ import pytest
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.network import reachability
+from forebay.network import peer_source, reachability
 from forebay.network.client import Client
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import ReachabilityChecker
-from forebay.storage import peer_source
 from forebay.swarm import tracker
 from forebay.swarm.share import SliceShare
 from support.attackers import HOST, answers, ask, issue, organisation, request

@@ -16,8 +16,8 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.load.loader import Loader
 from forebay.load.options import NetworkOptions, OrderOptions
-from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity, create_network, join
+from forebay.storage.hosts import parse_address
 from forebay.storage.origins import RemoteDataset, open_remote
 from support.calibration import scaled
 from support.feeding import _processes, are_whole, make_dataset, read_lines, read_steps

@@ -42,10 +42,10 @@ from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
 from forebay.load.loader import Loader
 from forebay.load.options import NetworkOptions
-from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, verify
 from forebay.scheduler.server import SchedulerService
+from forebay.storage.hosts import parse_address
 from support.chunk_checks import check_chunks
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset, make_network

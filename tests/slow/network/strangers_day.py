@@ -37,12 +37,12 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.chain import Used, receipt_message
-from forebay.network.addresses import parse_address
 from forebay.network.dht import LibtorrentDht
 from forebay.network.peer import Scope
 from forebay.network.pki.files import read_issuer
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join
 from forebay.network.pki.revocation import sign_crl
+from forebay.storage.hosts import parse_address
 from support import attackers, rude_peer, wire
 from support.attackers import answers, request
 from support.nodes import HOST, NAME, PACED_READER, make_dataset

@@ -17,10 +17,10 @@ import pytest
 
 from forebay.data_node import DataNode
 from forebay.errors import NetworkError
-from forebay.network.addresses import host_towards
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import ask_many, find_providers, record_key
+from forebay.storage.hosts import host_towards
 from support.calibration import scaled
 from support.handlers import Make
 from support.nodes import HOST, NAME, make_dataset

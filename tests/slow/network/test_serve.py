@@ -14,7 +14,7 @@ from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers
-from forebay.network.http import StreamedResponse
+from forebay.storage.connections import StreamedResponse
 from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, make_dataset

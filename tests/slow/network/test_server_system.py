@@ -11,8 +11,8 @@ import pytest
 
 from forebay.network.app import JsonResponse
 from forebay.network.client import Client
-from forebay.network.retry import log_while_waiting
 from forebay.network.server import Server
+from forebay.storage.retry import log_while_waiting
 from support.handlers import Make, serve
 from support.waiting import until
 from support.wire import read_answers
@@ -76,7 +76,7 @@ def test_no_free_descriptors_for_a_moment(
 def test_a_fork_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log lines of waits: the child has a thread of its own, and the parent's waits are not its."""
     for name in ("FIRST_S", "EVERY_S"):
-        monkeypatch.setattr(f"forebay.network.retry.{name}", 0.1)
+        monkeypatch.setattr(f"forebay.storage.retry.{name}", 0.1)
     with log_while_waiting(log, lambda: "the parent"):
         read, write = os.pipe()
         child = os.fork()

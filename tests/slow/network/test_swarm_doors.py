@@ -11,11 +11,11 @@ from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError
 from forebay.fetch.cache import ChunkCache
 from forebay.mirror import mirror_by_swarm
-from forebay.network.addresses import parse_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, join
 from forebay.scheduler.server import SchedulerService
+from forebay.storage.hosts import parse_address
 from forebay.storage.origins import RemoteDataset, open_remote
 from forebay.swarm.reader import SwarmMember
 from forebay.swarm.share import SliceShare

@@ -28,7 +28,7 @@ MEMBER = """
 import json, sys
 from forebay.dataset.reader import open_dataset
 from forebay.mirror import mirror_by_swarm
-from forebay.network.addresses import parse_address
+from forebay.storage.hosts import parse_address
 from forebay.storage.origins import open_remote
 from support.local_discovery import LocalDiscovery
 folder, address, out = sys.argv[1:]

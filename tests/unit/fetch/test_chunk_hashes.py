@@ -17,10 +17,10 @@ from forebay.fetch.transfers import FileTransfer, map_path_of
 from forebay.mirror import mirror
 from forebay.network.client import Client
 from forebay.network.peer import Provider
+from forebay.network.peer_source import PeerSource, verify_provider
 from forebay.network.pki.identity import Identity
 from forebay.storage.base import PermanentError
 from forebay.storage.origins import open_remote
-from forebay.storage.peer_source import PeerSource, verify_provider
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 from support.token_slices import write_tokens

@@ -3,7 +3,7 @@
 from functools import partial
 
 from forebay.fetch.engine import SourceStats, choose_source
-from forebay.network.retry import backoff_s
+from forebay.storage.retry import backoff_s
 
 
 def test_choice() -> None:

@@ -148,7 +148,7 @@ def test_silent_changes_are_found_by_hashing(own: Path, server: OriginServer, tm
 def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
     data: Path, server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.network.retry.FIRST_S", 1e9)  # Fetches ahead say nothing.
+    monkeypatch.setattr("forebay.storage.retry.FIRST_S", 1e9)  # Fetches ahead say nothing.
     expected = read_samples(Loader(data, **ONE_BY_ONE), SAMPLES)
     arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
     with Loader(**arguments, **ONE_BY_ONE) as loader:

@@ -156,7 +156,7 @@ def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_sw
         is_open.set()
 
     monkeypatch.setattr(ShardCache, "fetch", fetch_later)
-    monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.0)
+    monkeypatch.setattr("forebay.storage.retry.FIRST_S", 0.0)
     opener = threading.Thread(target=open_when_waited_for)
     try:
         with open_shards(bucket, folder) as shards:

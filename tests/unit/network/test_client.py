@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client, ConnectionLostError, RemoteError, TruncatedBodyError, WrongPeerError
-from forebay.network.http import StreamedResponse
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import join
+from forebay.storage.connections import StreamedResponse
 from support.handlers import Make, PatientClient
 from support.rude_peer import RudePeer, http
 from support.waiting import until

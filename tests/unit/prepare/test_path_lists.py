@@ -94,7 +94,7 @@ def test_a_server_in_trouble_is_waited_for(
         return True
 
     monkeypatch.setattr(server, "too_many", too_many)
-    monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.005)
+    monkeypatch.setattr("forebay.storage.retry.FIRST_S", 0.005)
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
     for name in ("_PATIENT_TRIES", "_HTTP_TRIES"):
         monkeypatch.setattr(remote_file, name, 1000)

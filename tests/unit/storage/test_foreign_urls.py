@@ -17,16 +17,16 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.mirror import mirror, mirror_by_swarm
-from forebay.network.addresses import check_url, is_public
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, read_claims, record_key
 from forebay.network.peer import Scope
+from forebay.network.peer_dataset import PeerOrigin
+from forebay.network.peer_source import UnusableOrigin, open_untrusted_origin
 from forebay.network.pki.identity import Identity, join
 from forebay.storage.base import PermanentError, Timeouts, TransientError
+from forebay.storage.hosts import check_url, is_public
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
-from forebay.storage.peer_dataset import PeerOrigin
-from forebay.storage.peer_source import UnusableOrigin, open_untrusted_origin
 from support.leases_by_hand import FetchingWorker, table_of
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer

@@ -11,11 +11,11 @@ import pytest
 from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.pki.identity import Identity
 from forebay.storage import http
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small
 from forebay.storage.origins import open_origin, open_remote
-from forebay.storage.peer_dataset import PeerOrigin
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
 from support.token_slices import write_tokens

@@ -17,10 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.network.addresses import HostPort
 from forebay.network.peer import UNBOUNDED, Peer, Scope
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
+from forebay.storage.hosts import HostPort
 
 
 @dataclass(frozen=True)

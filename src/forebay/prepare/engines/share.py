@@ -16,11 +16,11 @@ from typing import Any
 
 from forebay.errors import UsageError
 from forebay.files import HOST
-from forebay.network.retry import EVERY_S, FIRST_S
 from forebay.prepare.engines import base
 from forebay.prepare.engines.local import LocalEngine
 from forebay.prepare.progress import Failure, label, name_of
 from forebay.prepare.results import Committing, TaskOutput
+from forebay.storage.retry import EVERY_S, FIRST_S
 from forebay.storage.store import Store
 
 log = logging.getLogger("forebay.prepare")

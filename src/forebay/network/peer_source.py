@@ -15,10 +15,10 @@ from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, num_chu
 from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError
-from forebay.network.addresses import check_url
 from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
+from forebay.storage.hosts import check_url
 from forebay.storage.http import WebOrigin
 
 REQUEST_BYTES = 2 << 20

@@ -22,16 +22,16 @@ from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.machine import home_directory
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
-from forebay.network.pki.identity import Identity
-from forebay.network.publications import select_published
-from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, log, read_small, read_whole
-from forebay.storage.peer_source import (
+from forebay.network.peer_source import (
     REQUEST_BYTES,
     FromUrls,
     PeerSource,
     UnusableOrigin,
     open_untrusted_origin,
 )
+from forebay.network.pki.identity import Identity
+from forebay.network.publications import select_published
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, log, read_small, read_whole
 
 _FIND_S = 10.0
 _MAX_AGE_S = 15.0
@@ -199,12 +199,18 @@ class PeerOrigin(Origin):
 
 
 def open_peers(
-    url: str, identity: str | Path | Identity | None, dataset_id: str | None, discovery: Discovery | None,
-    timeouts: Timeouts, from_urls: FromUrls = "",
+    url: str, *, identity: str | Path | Identity | None = None, dataset_id: str | None = None,
+    discovery: Discovery | None = None, timeouts: Timeouts | None = None, from_urls: FromUrls = "",
 ) -> PeerOrigin:  # fmt: skip
-    """Return the origin at `forebay://NETWORK/NAME`; `identity` as of `open_origin`.
+    """Return the origin at `forebay://NETWORK/NAME`.
 
     `?publisher=PEER_ID`: only datasets that this peer signed; `?id=DATASET_ID`: this version.
+
+    Args:
+        identity: A member, or its directory; by default `$FOREBAY_HOME/NETWORK`.
+        dataset_id: Only peers that claim this id.
+        discovery: How to find peers; by default the network's DHT. The caller closes it.
+        from_urls: Which URLs of peers are read too: none, `public` or `any`.
     """
     parts = urlsplit(url)
     network, name = unquote(parts.netloc), unquote(parts.path.strip("/"))

@@ -23,8 +23,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.response import HTTPResponse
 
 from forebay.errors import NetworkError, ProtocolError
-from forebay.network.addresses import is_public
-from forebay.network.peer import Peer
+from forebay.storage.hosts import is_public
 
 # urllib3 would log bytes of a malformed head as they came.
 logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse headers" not in str(record.msg))
@@ -90,7 +89,7 @@ class _TlsSocket(_BoundedSocket, ssl.SSLSocket):
 
 
 class _ConnectionMixin:
-    peer = Peer("", b"", "")  # from the server's certificate; empty for web servers
+    peer: Any = None  # from the server's certificate, set by the client of peers
     key: Any = None  # in a ConnectionPool
     public_only = False  # connect to public addresses only
     was_used = False  # a request was sent before

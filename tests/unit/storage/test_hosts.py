@@ -3,9 +3,9 @@
 import pytest
 
 from forebay.errors import ProtocolError, UsageError
-from forebay.network.addresses import parse_address, parse_peer_address
 from forebay.network.client import Client
 from forebay.network.reachability import advertised_host, may_dial
+from forebay.storage.hosts import parse_address, parse_peer_address
 
 
 @pytest.mark.parametrize(

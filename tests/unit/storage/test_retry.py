@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.network import retry
-from forebay.network.retry import backoff_s, log_while_waiting
+from forebay.storage import retry
+from forebay.storage.retry import backoff_s, log_while_waiting
 from support.waiting import until
 
 log = logging.getLogger("forebay.test")
