@@ -44,8 +44,8 @@ def member(make_identity: Make) -> Iterator[Client]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The client's clock, of deadlines and of dates."""
     clock = SimpleNamespace(now=1000.0, time=lambda: clock.now, monotonic=lambda: clock.now)
-    for module in ("client", "http"):
-        monkeypatch.setattr(f"forebay.network.{module}.time", clock)
+    for module in ("network.client", "storage.connections"):
+        monkeypatch.setattr(f"forebay.{module}.time", clock)
     return clock
 
 
