@@ -24,16 +24,14 @@ from pydantic import Field
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.prepare.settings import Count, Number, Settings, field_types
-from forebay.storage.base import PermanentError, Timeouts, TransientError
+from forebay.storage.base import Patience, PermanentError, Timeouts, TransientError
 from forebay.storage.http import WebOrigin, retry_delay_s
 from forebay.storage.locks import try_acquire
-from forebay.storage.retry import backoff_s
 from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20
 MAX_SEEN = 2_000_000  # Ids that are remembered to skip repeated items, 8 bytes each and the set's own: about 150 MB.
 MAX_TRIES = 8  # of a page; then the run ends and can be resumed
-FIRST_WAIT_S = 1.0
 _TIMEOUT_S = 30.0
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _FIELD = re.compile(r"\{([A-Za-z0-9_.]+)\}")
@@ -232,34 +230,34 @@ class _Client:
 
     def get(self, cursor: str) -> object:
         """The page at a cursor; the first one at ""."""
-        spec, tried = self._spec, 0
-        while True:
-            time.sleep(max(0.0, self._not_before - time.time()))
-            self._not_before = time.time() + 1 / spec.requests_per_s
-            try:
-                return self._request(cursor)
-            except TransientError as error:
-                tried += 1
-                if tried == MAX_TRIES:
-                    raise PrepareError(
-                        f"{spec.url}: page at cursor {cursor!r} failed {tried} times; last: {self._reason(error)}. "
-                        "The pages before it are kept. Run again to resume there."
-                    ) from error
-                if error.wait_s > spec.max_wait_s:
-                    raise PrepareError(
-                        f"{spec.url}: the server asks for a pause of {error.wait_s:.0f} s, more than max_wait_s = "
-                        f"{spec.max_wait_s:.0f}. Run again later: it resumes where it is."
-                    ) from error
-                time.sleep(error.wait_s or min(spec.max_wait_s, backoff_s(tried, FIRST_WAIT_S, spec.max_wait_s)))
+        spec = self._spec
+        try:
+            return Patience(MAX_TRIES, max_wait_s=spec.max_wait_s).retry(
+                lambda: self._request(cursor), f"{spec.url}: page at cursor {cursor!r}"
+            )
+        except TransientError as error:
+            raise PrepareError(
+                f"{spec.url}: page at cursor {cursor!r} failed {error.tries} times; last: {self._reason(error)}. "
+                "The pages before it are kept. Run again to resume there."
+            ) from error
 
     def _request(self, cursor: str) -> object:
         spec = self._spec
+        time.sleep(max(0.0, self._not_before - time.time()))
+        self._not_before = time.time() + 1 / spec.requests_per_s
         parameters = {**self._parameters, **({spec.next_parameter: cursor} if cursor else {})}
         query = urllib.parse.urlencode(parameters)
         try:
             body, headers = self._origin.get_with_headers(
                 "", MAX_PAGE_BYTES, spec.url + ("&" if "?" in spec.url else "?") + query if query else spec.url
             )
+        except TransientError as error:
+            if error.wait_s <= spec.max_wait_s:
+                raise
+            raise PrepareError(
+                f"{spec.url}: the server asks for a pause of {error.wait_s:.0f} s, more than max_wait_s = "
+                f"{spec.max_wait_s:.0f}. Run again later: it resumes where it is."
+            ) from error
         except PermanentError as error:
             raise PrepareError(
                 f"{spec.url}: {self._reason(error)}. Check url, parameters and credentials; earlier pages are kept."

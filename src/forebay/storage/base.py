@@ -7,8 +7,8 @@ again), `PermanentError` (this origin will not send the object), `UsageError` (w
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import math
 import os
 import re
 import threading
@@ -39,7 +39,12 @@ _OWN_LINE = re.compile(r"\s*(?:export\s+)?(?:R2_DATASET_|DATASET_BINS_PATH\b)")
 
 
 class TransientError(NetworkError):
-    """A fault that another try may not have. `wait_s`: what the origin asked to wait; `throttled`: it is overloaded."""
+    """A fault that another try may not have, after `tries` in `elapsed_s`.
+
+    `wait_s`: what the origin asked to wait; `throttled`: it is overloaded.
+    """
+
+    tries, elapsed_s = 1, 0.0
 
     def __init__(self, message: str, *, wait_s: float = 0.0, throttled: bool = False) -> None:
         super().__init__(message)
@@ -150,43 +155,88 @@ def check_etag(what: str, expected: str, etag: str) -> None:
         raise ChangedError(f"{what} changed while it was read: expected ETag {expected}, got {etag}")
 
 
-def retry_transient(attempt: Callable[[], _T], tries: int, max_wait_s: float) -> _T:
-    """Return the result of `attempt`, repeated after a TransientError with back-off; the last one is raised."""
-    errors: list[TransientError] = []
-    with contextlib.ExitStack() as waiting:
-        for tried in range(1, tries):
-            try:
-                return attempt()
-            except TransientError as error:
-                errors.append(error)
-                if tried == 1:
-                    waiting.enter_context(log_while_waiting(log, lambda: str(errors[-1])))
-                time.sleep(min(max_wait_s, backoff_s(tried, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
-        return attempt()
+@dataclass(frozen=True)
+class Patience:
+    """When a request is sent again: after a TransientError, `tries` times in all and for `timeout_s`.
+
+    The pauses double from 0.25 s up to `max_wait_s` and a quarter of `timeout_s`. One that the server asks for is kept
+    if there is a `timeout_s`, else cut to `max_wait_s`.
+    """
+
+    tries: float = math.inf
+    timeout_s: float = math.inf
+    max_wait_s: float = 15.0
+
+    def retry(self, attempt: Callable[[], _T], what: str, stop: threading.Event | None = None) -> _T:
+        """Return the result of `attempt`; a line says what it waits for, and the last fault.
+
+        Raises the last TransientError, with `tries` and `elapsed_s`, also once `stop` is set; another error at once.
+        """
+        began, answer, failures = time.monotonic(), "no response yet", 0
+        with log_while_waiting(log, lambda: f"{what}: {answer}"):
+            while True:
+                try:
+                    return attempt()
+                except TransientError as error:
+                    answer, failures = str(error).removeprefix(f"{what}: "), failures + 1
+                    error.tries, error.elapsed_s = failures, time.monotonic() - began
+                    asked_s = error.wait_s if self.timeout_s < math.inf else min(error.wait_s, self.max_wait_s)
+                    longest_s = min(self.max_wait_s, self.timeout_s / 4)
+                    pause_s = backoff_s(failures, _FIRST_WAIT_S, longest_s, asked_s)
+                    if failures >= self.tries or error.elapsed_s + pause_s >= self.timeout_s:
+                        raise
+                    if stop is None:
+                        time.sleep(pause_s)
+                    elif stop.wait(pause_s):
+                        raise
+
+    def ask(self, attempt: Callable[[], _T], what: str, stop: threading.Event | None = None) -> _T:
+        """Return what `retry` does.
+
+        Raises:
+            DatasetError: If the object does not exist or access is denied.
+            NetworkError: If the origin is unreachable.
+        """
+        try:
+            return self.retry(attempt, what, stop)
+        except PermanentError as error:
+            raise DatasetError(f"{error}. Check the URL, the name and the credentials.") from error
+        except TransientError as error:
+            raise NetworkError(
+                f"{what}: no answer after {error.tries} attempts in {error.elapsed_s:.1f} s; the last: "
+                f"{str(error).removeprefix(f'{what}: ')}. Check the network and the endpoint, then run the same "
+                "command again."
+            ) from error
+
+
+_SMALL = Patience(timeout_s=25.0)
 
 
 def read_range(
-    origin: Origin, name: str, start: int, stop: int, receive: Callable[[memoryview], object], tries: int,
-    max_wait_s: float,
-) -> None:  # fmt: skip
-    """Pass bytes [start, stop) of an object to `receive(chunk)`, in order; a cut connection is resumed.
+    origin: Origin, name: str, start: int, stop: int, patience: Patience, what: str = ""
+) -> Iterator[memoryview]:
+    """Yield bytes [start, stop) of an object; a cut connection is resumed, and each byte begins the patience anew.
 
-    Errors as of Origin.read: the last TransientError after `tries` attempts without a byte.
+    A chunk is valid until the next is requested. `what`: in the log. Errors as of Origin.read.
     """
-    failures = 0
-    while start < stop:
-        first = start
+    body: Iterator[memoryview] | None = None
+
+    def next_chunk() -> memoryview:
+        nonlocal body
+        body = body or origin.read(name, start, stop)
         try:
-            for chunk in origin.read(name, start, stop):
-                receive(chunk)
-                start += len(chunk)
-            if start < stop:
-                raise TransientError(f"a connection that was closed {stop - start} bytes before the end")
-        except TransientError as error:
-            failures = 1 if start > first else failures + 1
-            if failures >= tries:
-                raise
-            time.sleep(min(max_wait_s, backoff_s(failures, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
+            if (chunk := next(body, None)) is not None:
+                return chunk
+            raise TransientError(f"the connection was closed {stop - start} bytes before the end")
+        except TransientError:
+            body = None
+            raise
+
+    while start < stop:
+        chunk = patience.retry(next_chunk, what or f"{name} from {origin.url}")
+        start += len(chunk)
+        body = body if start < stop else None  # The connection is free before the last chunk is used.
+        yield chunk
 
 
 def read_whole(origin: Origin, name: str, start: int, stop: int) -> bytes:
@@ -198,48 +248,34 @@ def read_whole(origin: Origin, name: str, start: int, stop: int) -> bytes:
 
 
 def read_small(origin: Origin, name: str, max_bytes: int, *, start: int | None = None) -> bytes:
-    """Return a small object, or with `start` the `max_bytes` bytes from there on; retries for 25 s.
-
-    Raises:
-        DatasetError: If the object does not exist or access is denied.
-        NetworkError: If the origin is unreachable.
-    """
+    """Return a small object, or with `start` the `max_bytes` bytes from there on. Errors as of `Patience.ask`."""
 
     def attempt() -> bytes:
         return origin.get(name, max_bytes) if start is None else read_whole(origin, name, start, start + max_bytes)
 
-    return retry_for(25.0, attempt, f"{name} from {origin.url}")
+    return _SMALL.ask(attempt, f"{name} from {origin.url}")
 
 
 def head_object(
     origin: ObjectOrigin, name: str, *, timeout_s: float = 300.0, stop: threading.Event | None = None
 ) -> ObjectMeta:
-    """Return size and ETag of an object; retries for `timeout_s`, or until `stop` is set. Errors as of `read_small`."""
-    return retry_for(timeout_s, lambda: origin.head(name), f"{name} from {origin.url}", stop)
+    """Return size and ETag of an object. Errors as of `Patience.ask`."""
+    return Patience(timeout_s=timeout_s).ask(lambda: origin.head(name), f"{name} from {origin.url}", stop)
 
 
-def retry_for(timeout_s: float, attempt: Callable[[], _T], what: str, stop: threading.Event | None = None) -> _T:
-    """Return the result of `attempt`, repeated after a TransientError for `timeout_s` or until `stop` is set.
+def download(body: Callable[[int], Iterator[memoryview]], size: int, path: Path, *, resumes: bool = True) -> int:
+    """Append to a file what it lacks of `size` bytes, from `body(start)`; return `start`, 0 if a longer one is dropped.
 
-    Says what it waits for and the last error. Errors as of `read_small`.
+    What was received is in the file after an error, too.
     """
-    began, answers, stop = time.monotonic(), ["no response yet"], stop or threading.Event()
-    with log_while_waiting(log, lambda: f"{what}: {answers[-1]}"):
-        while True:
-            try:
-                return attempt()
-            except PermanentError as error:
-                raise DatasetError(f"{error}. Check the URL, the name and the credentials.") from error
-            except TransientError as error:
-                tries = len(answers)
-                answers.append(str(error).removeprefix(f"{what}: "))
-                pause_s = backoff_s(tries, _FIRST_WAIT_S, min(15.0, timeout_s / 4), error.wait_s)
-                elapsed_s = time.monotonic() - began
-                if elapsed_s + pause_s >= timeout_s or stop.wait(pause_s):
-                    raise NetworkError(
-                        f"{what}: no answer after {tries} attempts in {elapsed_s:.1f} s; the last: {answers[-1]}. "
-                        "Check the network and the endpoint, then run the same command again."
-                    ) from error
+    with path.open("ab") as out:
+        if not resumes or out.tell() > size:
+            out.truncate(0)
+        start = out.seek(0, os.SEEK_END)
+        for chunk in body(start):
+            out.write(chunk)
+            out.flush()
+    return start
 
 
 class PathOrigin(ObjectOrigin):

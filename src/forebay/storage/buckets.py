@@ -23,13 +23,13 @@ from forebay.storage.base import (
     CHUNK_BYTES,
     ObjectMeta,
     ObjectOrigin,
+    Patience,
     PermanentError,
     Timeouts,
     TransientError,
     check_etag,
     log,
     require_env,
-    retry_for,
 )
 from forebay.storage.credentials import profile_options
 
@@ -47,7 +47,7 @@ _VARIABLES = ("AWS_", "R2_DATASET_", "DATASET_BINS_PATH", "GOOGLE_", "AZURE_")
 _Origin = TypeVar("_Origin", bound="BucketOrigin")
 _MAX_PAGE_BYTES = 64 << 20  # of a listing; a page of 1000 keys has 0.5 MB
 _SIGNED_FOR = timedelta(hours=1)
-_PATIENCE_S = 300.0
+_PATIENCE = Patience(timeout_s=300.0)
 Listing: TypeAlias = list[tuple[str, ObjectMeta]]
 _T = TypeVar("_T")
 _used_by = 0  # the process that has obstore's threads
@@ -342,7 +342,7 @@ class PatientBucket(BucketOrigin):
         """The result of `attempt`, as of `call`."""
         url = f"{self.url}/{name}"
         try:
-            return retry_for(_PATIENCE_S, attempt, url)
+            return _PATIENCE.ask(attempt, url)
         except DatasetError as error:
             if isinstance(error.__cause__, PermanentError) and is_missing(error.__cause__):
                 raise FileNotFoundError(errno.ENOENT, "No such object", url) from error

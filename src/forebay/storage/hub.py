@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,13 +28,14 @@ from forebay.errors import (
     UnknownDatasetError,
     UsageError,
 )
-from forebay.storage.base import PermanentError, Timeouts, TransientError, read_range, retry_transient
+from forebay.storage.base import Patience, PermanentError, Timeouts, TransientError, read_range
 
 if TYPE_CHECKING:
     from forebay.storage.http import WebOrigin
 
-API_TRIES, RANGE_TRIES = 5, 6
+API_TRIES = 5
 _MAX_WAIT_S = 330.0  # if the hub asks for it: its rate limits are per five minutes
+_PATIENCE = Patience(tries=6, max_wait_s=_MAX_WAIT_S)
 _MAX_JSON_BYTES = 64 << 20  # of one response; a page of 1000 files has 0.3 MB
 _MAX_PAGES = 10_000
 MAX_FILE_BYTES = 1 << 46
@@ -171,47 +171,48 @@ def hub_address(url: str) -> tuple[str, dict[str, str]]:
     return address, hub_headers()
 
 
-def fetch_range(url: str, start: int, stop: int, receive: Callable[[memoryview], object]) -> None:
-    """Pass bytes [start, stop) of a file to `receive(chunk)`, in order; a cut connection is resumed.
+def fetch_range(url: str, start: int, stop: int) -> Iterator[memoryview]:
+    """Yield bytes [start, stop) of a file; a cut connection is resumed. A chunk is valid until the next is requested.
 
     Args:
         url: As of `HubRepo.file_url`.
-        receive: A chunk is valid until `receive` returns.
     """
     match = _FILE_URL.fullmatch(url)
     if match is None:
         raise PrepareError(f"{url}: expected hf://datasets/OWNER/NAME@COMMIT/PATH. Check the input.")
     kind, name, commit, path = match.groups()
     address, label = f"{'datasets/' * (kind == 'dataset')}{name}/resolve/{commit}/{path}", _label(kind, name)
-    origin = _origin(hub_endpoint(), tuple(hub_headers().items()), float(constants.HF_HUB_DOWNLOAD_TIMEOUT))
-    with _hub_errors(label, RANGE_TRIES):
-        read_range(origin, address, start, stop, receive, RANGE_TRIES, _MAX_WAIT_S)
+    with _hub_errors(label):
+        yield from read_range(_origin(constants.HF_HUB_DOWNLOAD_TIMEOUT), address, start, stop, _PATIENCE, url)
 
 
 @contextmanager
-def _hub_errors(label: str, tries: int) -> Iterator[None]:
-    """Convert the errors of an origin in a block, which are raised after so many tries."""
-    started = time.monotonic()
+def _hub_errors(label: str) -> Iterator[None]:
+    """Convert the errors of an origin in a block."""
     try:
         yield
     except TransientError as error:
-        raise unreachable(label, str(error), tries, time.monotonic() - started) from error
+        raise unreachable(label, str(error), error.tries, error.elapsed_s) from error
     except PermanentError as error:
         raise refusal(label, error.status, error.code, str(error)) from error
 
 
+def _origin(timeout_s: float) -> WebOrigin:
+    return _shared_origin(hub_endpoint(), tuple(hub_headers().items()), Timeouts(timeout_s, timeout_s))
+
+
 @lru_cache(8)
-def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], timeout_s: float) -> WebOrigin:
+def _shared_origin(endpoint: str, headers: tuple[tuple[str, str], ...], timeouts: Timeouts) -> WebOrigin:
     from forebay.storage.http import WebOrigin
 
-    return WebOrigin(endpoint, headers=dict(headers), timeouts=Timeouts(connect_s=timeout_s, stall_s=timeout_s))
+    return WebOrigin(endpoint, headers=dict(headers), timeouts=timeouts)
 
 
 def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tuple[Any, str]:
     """The JSON at a path of the hub and the Link header; `missing` for an entry that does not exist, if given."""
     if constants.HF_HUB_OFFLINE:
         raise unreachable(label, "HF_HUB_OFFLINE, which forbids to ask", 0, 0.0)
-    origin = _origin(hub_endpoint(), tuple(hub_headers().items()), float(constants.HF_HUB_ETAG_TIMEOUT))
+    origin = _origin(constants.HF_HUB_ETAG_TIMEOUT)
 
     def attempt() -> tuple[Any, str]:
         try:
@@ -224,8 +225,8 @@ def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tup
                 return missing, ""
             raise
 
-    with _hub_errors(label, tries):
-        return retry_transient(attempt, tries, _MAX_WAIT_S)
+    with _hub_errors(label):
+        return Patience(tries=tries, max_wait_s=_MAX_WAIT_S).retry(attempt, label)
 
 
 def _label(kind: str, name: str) -> str:

@@ -15,6 +15,7 @@ import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import constants
@@ -22,6 +23,7 @@ from huggingface_hub import constants
 from forebay.errors import DownloadError, ForebayError, IntegrityError, PrepareError
 from forebay.files import atomic_write, commit_files
 from forebay.storage import locks
+from forebay.storage.base import download
 from forebay.storage.hub import API_TRIES, HubFile, HubRepo, fetch_range, find_repo, hub_endpoint, missing_packages
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 
@@ -186,19 +188,16 @@ def _download_file(repo: HubRepo, file: HubFile) -> Path:
 
 def _download_blob(repo: HubRepo, file: HubFile, blob: Path) -> None:
     """Download a file's bytes and check their hash; what an interrupted download left is continued."""
-    partial = blob.with_name(f"{blob.name}.forebay.incomplete")  # A fixed name, under the lock.
+    part = blob.with_name(f"{blob.name}.forebay.incomplete")  # A fixed name, under the lock.
+    body = partial(fetch_range, repo.file_url(file.path), stop=file.size)
     for resumes in (True, False):
-        with partial.open("ab") as out:
-            if not resumes or out.tell() > file.size:
-                out.truncate(0)
-            start = out.seek(0, os.SEEK_END)
-            fetch_range(repo.file_url(file.path), start, file.size, out.write)
-        digest = _hash(partial, file)
+        start = download(body, file.size, part, resumes=resumes)
+        digest = _hash(part, file)
         if digest == blob.name:
-            return commit_files({partial: blob})
+            return commit_files({part: blob})
         if not start:
             break
-    partial.unlink()
+    part.unlink()
     raise IntegrityError(
         f"{repo.label}: expected {file.path} to have the hash {blob.name}, got {digest}. The bytes were damaged on the "
         "way, or at the hub. Try again."

@@ -115,7 +115,7 @@ def find_split(url: str, *, tries: int = API_TRIES, repo: HubRepo | None = None)
         _check_no_script(repo)
         return None
     if repo.gated:  # An error now, not at the first batch.
-        fetch_range(repo.file_url(first.path), 0, min(1, first.size), len)
+        list(fetch_range(repo.file_url(first.path), 0, min(1, first.size)))
     return files
 
 

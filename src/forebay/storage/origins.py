@@ -28,13 +28,13 @@ from forebay.storage.addresses import BUCKET_SCHEMES
 from forebay.storage.base import (
     Origin,
     PathOrigin,
+    Patience,
     PermanentError,
     Timeouts,
     TransientError,
     read_range,
     read_small,
     read_whole,
-    retry_transient,
 )
 
 ORIGINS = {"forebay": "forebay.network.peer_dataset:open_peers"}
@@ -44,8 +44,7 @@ _SCHEMES = (
 )
 _MAX_SMALL_BYTES = 1 << 30
 _MAX_LEAVES = 1 << 19  # 16 MiB, about.
-_MAX_TRIES = 5  # without a byte
-_MAX_WAIT_S = 4.0
+_PATIENCE = Patience(tries=5, max_wait_s=4.0)
 
 
 def open_origin(url: str | Path, *, timeouts: Timeouts | None = None, **settings: Any) -> Origin:
@@ -184,8 +183,8 @@ class RemoteDataset(Dataset):
             return super().leaves(index)
         with self._leaves_lock:
             self._more_leaves += 2 * size
-            if (kept := self._leaves.pop(index, None)) is not None:
-                return kept
+            if (leaves := self._leaves.pop(index, None)) is not None:
+                return leaves
             limit, (start, stop) = min(size + self._more_leaves, LEAVES_AT_ONCE), (index, index + 1)
             while stop < self.num_slices and not self._have_leaves[stop] and edges[stop + 1] - edges[start] <= limit:
                 stop += 1
@@ -232,12 +231,9 @@ class RemoteDataset(Dataset):
 def _fetch(source: Origin, name: str, size: int, sha256: str, file: BinaryIO, chunk_bytes: int) -> None:
     """Write an object to a file. DatasetError if its hash, of a slice its id, is another; others as of Origin.read."""
     hasher = ChunkHasher(chunk_bytes)
-
-    def receive(chunk: memoryview) -> None:
+    for chunk in read_range(source, name, 0, size, _PATIENCE):
         file.write(chunk)
         hasher.update(chunk)
-
-    read_range(source, name, 0, size, receive, _MAX_TRIES, _MAX_WAIT_S)
     file.flush()
     if (got := root_of(hasher.leaves())) != sha256:
         raise DatasetError(f"{source.url}/{name}: expected sha256 {sha256}, got {got}. Publish the dataset again.")
@@ -255,9 +251,9 @@ def object_state(source: Origin, name: str, size: int | None, sha256: str, chunk
     hasher = ChunkHasher(_MAX_SMALL_BYTES if size is None else chunk_bytes)
     try:
         if size is None:
-            hasher.update(retry_transient(lambda: source.get(name, _MAX_SMALL_BYTES), _MAX_TRIES, _MAX_WAIT_S))
-        else:
-            read_range(source, name, 0, size, hasher.update, _MAX_TRIES, _MAX_WAIT_S)
+            hasher.update(_PATIENCE.retry(lambda: source.get(name, _MAX_SMALL_BYTES), f"{name} from {source.url}"))
+        for chunk in read_range(source, name, 0, size or 0, _PATIENCE):
+            hasher.update(chunk)
         return "" if root_of(hasher.leaves()) == sha256 else "changed"
     except PermanentError:
         return "changed" if _has_bytes(source, name) else "missing"  # If it exists, it is shorter.
@@ -265,6 +261,6 @@ def object_state(source: Origin, name: str, size: int | None, sha256: str, chunk
         return "changed"
     except TransientError as error:
         raise NetworkError(
-            f"{name} from {source.url}: broke off {_MAX_TRIES} times; the last: {error}. "
+            f"{name} from {source.url}: broke off {error.tries} times; the last: {error}. "
             "Check the network and the endpoint."
         ) from error

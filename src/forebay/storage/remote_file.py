@@ -15,6 +15,8 @@ Files that a list names are downloaded whole (`RemoteFolder`): a download that e
 at its last byte on disk.
 """
 
+from __future__ import annotations
+
 import io
 import os
 import threading
@@ -40,15 +42,16 @@ from forebay.storage.addresses import (
 from forebay.storage.base import (
     ChangedError,
     ObjectMeta,
+    Patience,
     PermanentError,
     PinnedOrigin,
     Timeouts,
     TransientError,
     as_object_origin,
+    download,
     log,
     read_range,
     read_whole,
-    retry_transient,
 )
 from forebay.storage.buckets import BucketOrigin, is_missing, shared_bucket
 from forebay.storage.digests import ReadDigest
@@ -59,9 +62,9 @@ from forebay.storage.origins import open_origin
 from forebay.storage.retry import log_while_waiting
 
 MAX_CONNECTIONS = 8  # of one run to the server of a list
-_PATIENT_TRIES, _PATIENT_WAIT_S = 12, 60.0  # four minutes in all
-_HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s
-_MAX_WAIT_S = 30.0
+_OF_LISTED = Patience(tries=12, max_wait_s=60.0)  # four minutes in all
+_OF_HTTP, _OF_BUCKET = Patience(tries=6, max_wait_s=30.0), Patience(tries=10, max_wait_s=30.0)  # 8 s; 92 s
+_ONCE = Patience(tries=1)
 _TIMEOUTS = Timeouts(30.0, 30.0)
 _BUFFER_BYTES = 256 << 10
 _OUTSIDE_BYTES = 64 << 10  # of a request for bytes that are not of the part that is read
@@ -100,10 +103,10 @@ def find_urls(url: str) -> tuple[str, list[RemoteFile]]:
     if scheme in BUCKET_SCHEMES:
         address = bucket_address(url)
         origin = shared_bucket(address._replace(key=""), BucketOrigin)
-        objects, above = _retry(url, lambda: origin.find(address.key)), fixed_folder(address.key)
+        objects, above = _ask(url, lambda: origin.find(address.key)), fixed_folder(address.key)
         if not objects and above is not None:
             matches, folder = glob_matcher(address.key), address._replace(key=above).location
-            listed = _retry(url, lambda: origin.objects(f"{above}/" if above else ""))
+            listed = _ask(url, lambda: origin.objects(f"{above}/" if above else ""))
             objects = [entry for entry in listed if matches(entry[0])]
         files = [
             _listed(str(address._replace(key=key)), meta)
@@ -111,7 +114,7 @@ def find_urls(url: str) -> tuple[str, list[RemoteFile]]:
         ]
     else:
         web, name = _open(url)
-        meta = _retry(url, lambda: web.head(name))
+        meta = _ask(url, lambda: web.head(name))
         files = [_listed(url, meta)]
     if not files:
         raise PrepareError(f"{url}: expected a file, a prefix with files or a pattern, got none. Check the URL.")
@@ -128,17 +131,23 @@ def open_url(url: str, size: int, version: str = "", extent: Extent = None, *, i
 
     A read raises PrepareError if the file changed, or cannot be read after all retries.
     """
-    if is_random or url.startswith("hf://"):
-        return io.BufferedReader(BlockStream(url, size, version, _blocks, extent), _BUFFER_BYTES)
-    return io.BufferedReader(_RemoteStream(url, size, version, extent), _BUFFER_BYTES)
+    blocks = _blocks if is_random or url.startswith("hf://") else None
+    return io.BufferedReader(RemoteStream(url, size, version, extent, blocks), _BUFFER_BYTES)
 
 
-class RangedStream(io.RawIOBase):
-    """A file of known size at a URL; a subclass reads from `_offset` on."""
+class RemoteStream(io.RawIOBase):
+    """A file of known size at a URL, of one version: in blocks, or without `blocks` in one response until a seek.
 
-    def __init__(self, url: str, size: int, extent: Extent) -> None:
-        self._url, self._size, self._offset = url, size, 0
+    The longer it is read on in blocks, the further ahead it fetches.
+    """
+
+    def __init__(self, url: str, size: int, version: str, extent: Extent, blocks: BlockCache | None) -> None:
+        self._url, self._size, self._version, self._blocks, self._offset = url, size, version, blocks, 0
         self._start, self._stop = (0, size) if extent is None else (extent[0], min(extent[1], size))
+        self._digest = ReadDigest(url, version, size)
+        self._body: Iterator[memoryview] = iter(())
+        self._pending = memoryview(b"")
+        self._last_block = self._num_ahead = 0
 
     def readable(self) -> bool:
         return True
@@ -147,101 +156,101 @@ class RangedStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        self._offset = offset + (0, self._offset, self._size)[whence]
-        return self._offset
-
-    def _range(self) -> tuple[int, int]:
-        """The bytes to request for the offset: the extent, or a little that begins there."""
-        if self._start <= self._offset < self._stop:
-            return self._start, self._stop
-        return self._offset, min(self._size, self._offset + _OUTSIDE_BYTES)
-
-
-class _RemoteStream(RangedStream):
-    """Reads one response to its end; requests the rest after a seek, or when a connection fails."""
-
-    def __init__(self, url: str, size: int, version: str, extent: Extent) -> None:
-        super().__init__(url, size, extent)
-        self._etag = version.removeprefix("etag:")
-        self._digest = ReadDigest(url, version, size)
-        self._origin, self._name = _open(url)
-        self._body: Iterator[memoryview] | None = None
-        self._body_stop = -1
-        self._pending = memoryview(b"")
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        before = self._offset
-        if super().seek(offset, whence) != before:
-            self._close_body()
+        before, self._offset = self._offset, offset + (0, self._offset, self._size)[whence]
+        if self._offset != before:
+            self._body, self._pending = iter(()), memoryview(b"")
         return self._offset
 
     def readinto(self, buffer: Any, /) -> int:
-        if not self._pending and self._offset < self._size:
-            self._pending = memoryview(_retry(self._url, self._next_chunk))
+        if self._offset >= self._size:
+            return 0
+        if not self._pending:
+            # The extent, or a little that begins here.
+            start, stop = self._start, self._stop
+            if not start <= self._offset < stop:
+                start, stop = self._offset, min(self._size, self._offset + _OUTSIDE_BYTES)
+            self._pending = memoryview(self._next_chunk(stop) if self._blocks is None else self._block(start, stop))
         count = min(len(self._pending), len(buffer))
         buffer[:count] = self._pending[:count]
-        self._digest.update(self._offset, self._pending[:count])
+        if self._blocks is None:
+            self._digest.update(self._offset, self._pending[:count])
         self._pending = self._pending[count:]
         self._offset += count
-        if not self._pending and self._offset == self._body_stop:
-            self._close_body()
         return count
 
     def close(self) -> None:
-        self._close_body()
+        self._body = iter(())  # The end of its generator closes the connection.
         super().close()
 
-    def _next_chunk(self) -> bytes:
-        try:
-            if self._body is None:
-                self._body_stop = self._range()[1]
-                self._body = self._origin.read(self._name, self._offset, self._body_stop, self._etag)
-            is_small = self._body_stop - self._offset <= _OUTSIDE_BYTES  # All of it, for a reader that seeks in it.
-            if chunk := b"".join(map(bytes, self._body)) if is_small else bytes(next(self._body, b"")):
-                return chunk
-            raise TransientError(f"the connection was closed {self._body_stop - self._offset} bytes before the end")
-        except TransientError:
-            self._close_body()
-            raise
+    def _next_chunk(self, stop: int) -> memoryview:
+        if (chunk := next(self._body, None)) is None:
+            self._body = _read(self._url, self._version, self._offset, stop)
+            chunk = next(self._body)
+        return chunk
 
-    def _close_body(self) -> None:
-        if self._body is not None:
-            self._body.close()  # type: ignore[attr-defined]  # a generator
-        self._body, self._pending = None, memoryview(b"")
+    def _block(self, start: int, stop: int) -> memoryview:
+        assert self._blocks is not None
+        index, skip = divmod(self._offset - start, BLOCK_BYTES)
+        if index != self._last_block:
+            is_next = 0 < index - self._last_block <= _MAX_GAP_BLOCKS
+            self._num_ahead = min(_MAX_AHEAD, 2 * self._num_ahead + 1) if is_next else 0
+            self._last_block = index
+        try:
+            block = self._blocks.read(self._url, self._version, start, stop, index, self._num_ahead)
+        except ForebayError as error:
+            raise HubReadError(error) from error
+        return memoryview(block)[skip:]
+
+
+def _read(url: str, version: str, start: int, stop: int) -> Iterator[memoryview]:
+    """Yield bytes [start, stop) of a file at a version; raises PrepareError, or a failure of the hub."""
+    if url.startswith("hf://"):
+        yield from fetch_range(url, start, stop)
+        return
+    origin, name = _open(url)
+    with _input_errors(url):
+        pinned = PinnedOrigin(origin, version.removeprefix("etag:"))
+        yield from read_range(pinned, name, start, stop, _patience(url), location(url))
 
 
 def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
     if is_bucket(url):
         address = bucket_address(url)
         return shared_bucket(address._replace(key=""), BucketOrigin), address.key
-    return WebOrigin(url, timeouts=_TIMEOUTS, is_file=True), ""
+    return _open_web(url, os.getpid()), ""
 
 
-_open_shared = lru_cache(8)(lambda url, process_id: _open(url))
+_open_web = lru_cache(8)(lambda url, process_id: WebOrigin(url, timeouts=_TIMEOUTS, is_file=True))
 
 
 def _listed(url: str, meta: ObjectMeta) -> RemoteFile:
     return RemoteFile(url, meta.bytes, f"etag:{meta.etag}" if meta.etag else "")
 
 
-def _retry(url: str, attempt: Callable[[], _T], tries: int = 0, max_wait_s: float = _MAX_WAIT_S) -> _T:
-    tries = tries or (_HTTP_TRIES if url.startswith("http") else _BUCKET_TRIES)
+def _patience(url: str) -> Patience:
+    return _OF_HTTP if url.startswith("http") else _OF_BUCKET
+
+
+def _ask(url: str, attempt: Callable[[], _T], patience: Patience | None = None) -> _T:
+    with _input_errors(url):
+        return (patience or _patience(url)).retry(attempt, location(url))
+
+
+@contextmanager
+def _input_errors(url: str) -> Iterator[None]:
+    """Convert the errors of an origin in a block: PrepareError, without its address, which may hold a secret."""
     try:
-        return retry_transient(attempt, tries, max_wait_s)
-    except TransientError as error:
-        raise PrepareError(
-            f"{url}: cannot read input after {tries} tries: {_reason(error, url)}. Try again later."
-        ) from error
-    except PermanentError as error:
-        if isinstance(error, ChangedError):
-            raise PrepareError(f"{url}: the input changed while it was read. Start again.") from error
+        yield
+    except ChangedError as error:
+        raise PrepareError(f"{url}: the input changed while it was read. Start again.") from error
+    except (PermanentError, TransientError) as error:
+        reason = str(error).removeprefix(location(url).rstrip("/")).lstrip("/: ")
+        if isinstance(error, TransientError):
+            raise PrepareError(
+                f"{url}: cannot read input after {error.tries} tries: {reason}. Try again later."
+            ) from error
         problem = "expected a file, got" if error.status else "cannot read input:"
-        raise PrepareError(f"{url}: {problem} {_reason(error, url)}. Check the URL and the credentials.") from error
-
-
-def _reason(error: Exception, url: str) -> str:
-    """An origin's message without its address, which may hold a secret in its query."""
-    return str(error).removeprefix(location(url).rstrip("/")).lstrip("/: ")
+        raise PrepareError(f"{url}: {problem} {reason}. Check the URL and the credentials.") from error
 
 
 class RemoteFolder:
@@ -268,14 +277,13 @@ class RemoteFolder:
                 raise
 
         url = join_url(self.url, name)
-        meta = _retry(url, attempt, _PATIENT_TRIES, _PATIENT_WAIT_S)
+        meta = _ask(url, attempt, _OF_LISTED)
         return None if meta is None else _listed(url, meta)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes [start, stop) of a file, all of one response."""
         origin = _PatientOrigin(self._origin, "")
-        url = join_url(self.url, name)
-        return _retry(url, lambda: read_whole(origin, name, start, stop), _PATIENT_TRIES, _PATIENT_WAIT_S)
+        return _ask(join_url(self.url, name), lambda: read_whole(origin, name, start, stop), _OF_LISTED)
 
     def fetch(self, name: str, file: RemoteFile, path: Path) -> None:
         """Download the file of that name to `path`, or what is missing of it there.
@@ -283,28 +291,20 @@ class RemoteFolder:
         At most MAX_CONNECTIONS are open at once for the directory of `path`.
         A file without a version cannot be continued: two versions of it might be mixed.
         """
-        size = file.size
+        size, resumes = file.size, bool(file.version)
         origin = _PatientOrigin(self._origin, file.version.removeprefix("etag:"))
-        tries, tries_of_range = (1, _PATIENT_TRIES) if file.version else (_PATIENT_TRIES, 1)
-        with path.open("ab") as out:
+        of_file, of_chunk = (_ONCE, _OF_LISTED) if resumes else (_OF_LISTED, _ONCE)
 
-            def receive(chunk: memoryview) -> None:
-                out.write(chunk)
-                out.flush()
+        def attempt() -> int:
+            return download(lambda start: read_range(origin, name, start, size, of_chunk), size, path, resumes=resumes)
 
-            def attempt() -> None:
-                if not file.version or out.tell() > size:
-                    out.truncate(0)
-                start = out.seek(0, io.SEEK_END)
-                read_range(origin, name, start, size, receive, tries_of_range, _PATIENT_WAIT_S)
-
-            if file.version and out.tell() == size:
-                return
-            with (
-                log_while_waiting(log, lambda: f"{file.url}: {path.stat().st_size:,} of {size:,} bytes"),
-                _connection(path.parent),
-            ):
-                _retry(file.url, attempt, tries, _PATIENT_WAIT_S)
+        if resumes and path.exists() and path.stat().st_size == size:
+            return
+        with (
+            log_while_waiting(log, lambda: f"{file.url}: {path.stat().st_size:,} of {size:,} bytes"),
+            _connection(path.parent),
+        ):
+            _ask(file.url, attempt, of_file)
 
 
 class _PatientOrigin(PinnedOrigin):
@@ -352,7 +352,7 @@ class BlockCache:
     def read(self, url: str, version: str, start: int, stop: int, index: int, num_ahead: int) -> bytes:
         """The block of that index of bytes [start, stop) of a file; starts to fetch it and the next `num_ahead` blocks.
 
-        Raises what `fetch_range` raised.
+        Raises what `_read` raised.
         """
         with self._lock:
             num_blocks = -(-(stop - start) // BLOCK_BYTES)
@@ -373,46 +373,11 @@ class BlockCache:
 
 
 def _fill(block: Future[bytes], url: str, version: str, start: int, stop: int, index: int) -> None:
-    data = bytearray()
     try:
         start += index * BLOCK_BYTES
-        stop = min(stop, start + BLOCK_BYTES)
-        if url.startswith("hf://"):
-            fetch_range(url, start, stop, data.extend)
-        else:
-            origin, name = _open_shared(url, os.getpid())
-            pinned = PinnedOrigin(origin, version.removeprefix("etag:"))
-            _retry(url, lambda: read_range(pinned, name, start, stop, data.extend, _HTTP_TRIES, _MAX_WAIT_S), 1)
-        block.set_result(bytes(data))
+        block.set_result(b"".join(map(bytes, _read(url, version, start, min(stop, start + BLOCK_BYTES)))))
     except BaseException as error:  # noqa: BLE001  The reader of the block raises it.
         block.set_exception(error)
 
 
 _blocks = BlockCache()
-
-
-class BlockStream(RangedStream):
-    """A file in blocks; the longer it is read on without a seek, the further ahead it fetches."""
-
-    def __init__(self, url: str, size: int, version: str, blocks: BlockCache, extent: Extent = None) -> None:
-        super().__init__(url, size, extent)
-        self._version, self._blocks = version, blocks
-        self._last_block = self._num_ahead = 0
-
-    def readinto(self, buffer: Any, /) -> int:
-        if self._offset >= self._size:
-            return 0
-        start, stop = self._range()
-        index, skip = divmod(self._offset - start, BLOCK_BYTES)
-        if index != self._last_block:
-            is_next = 0 < index - self._last_block <= _MAX_GAP_BLOCKS
-            self._num_ahead = min(_MAX_AHEAD, 2 * self._num_ahead + 1) if is_next else 0
-            self._last_block = index
-        try:
-            block = self._blocks.read(self._url, self._version, start, stop, index, self._num_ahead)
-        except ForebayError as error:
-            raise HubReadError(error) from error
-        count = min(len(buffer), len(block) - skip)
-        buffer[:count] = block[skip : skip + count]
-        self._offset += count
-        return count

@@ -39,6 +39,8 @@ class Server:
     def time(self) -> float:
         return self.now
 
+    monotonic = time
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
@@ -72,7 +74,8 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     state = Server()
-    monkeypatch.setattr("forebay.prepare.api.time", state)
+    for module in ("prepare.api", "storage.base"):
+        monkeypatch.setattr(f"forebay.{module}.time", state)
     with serve(state.answer) as url:
         state.url = f"{url}/listing"
         yield state

@@ -16,6 +16,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare import path_lists
 from forebay.prepare.path_lists import is_path_below, is_path_list, list_paths
 from forebay.storage import remote_file
+from forebay.storage.base import Patience
 from support.crawl import CRAWL, write_mirror
 from support.origin_server import OriginServer
 from support.preparing import prepare, read_lines
@@ -36,7 +37,7 @@ def mirror(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(mirror: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServer]:
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(remote_file, "_PATIENT_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_file, "_OF_LISTED", Patience(tries=12, max_wait_s=0.01))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with OriginServer(mirror) as origin:
         monkeypatch.setenv(path_lists.SERVER_VARIABLE, origin.url)
@@ -96,8 +97,8 @@ def test_a_server_in_trouble_is_waited_for(
     monkeypatch.setattr(server, "too_many", too_many)
     monkeypatch.setattr("forebay.storage.retry.FIRST_S", 0.005)
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
-    for name in ("_PATIENT_TRIES", "_HTTP_TRIES"):
-        monkeypatch.setattr(remote_file, name, 1000)
+    for name in ("_OF_LISTED", "_OF_HTTP"):
+        monkeypatch.setattr(remote_file, name, Patience(tries=1000, max_wait_s=0.02))
     assert prepare(WET, tmp_path / "b", name="d").id == expected.id
     assert server.statuses[503] and "waiting for" in caplog.text
 
@@ -140,7 +141,7 @@ def test_a_file_that_changes_is_never_mixed(
     # A file without a version is fetched from its start.
     server.reset()
     server.faults.truncate = 0.5
-    monkeypatch.setattr(remote_file, "_PATIENT_TRIES", 1000)
+    monkeypatch.setattr(remote_file, "_OF_LISTED", Patience(tries=1000, max_wait_s=0.01))
     target.write_bytes(b"x" * 1000)
     folder.fetch(FILES[0], remote_file.RemoteFile(f"{server.url}/{FILES[0]}", len(old), ""), target)
     assert target.read_bytes() == old and {start for _, start, _ in server.ranges} == {0}

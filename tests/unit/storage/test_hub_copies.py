@@ -118,7 +118,7 @@ def test_an_interrupted_download_is_continued(hub: HubServer) -> None:
 
 
 def test_a_full_disk(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("forebay.storage.hub_copies.fetch_range", fail)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
 from forebay.storage import remote_file
-from forebay.storage.remote_file import BlockCache, BlockStream
+from forebay.storage.remote_file import BlockCache, RemoteStream
 from support.waiting import until
 
 
@@ -30,13 +30,13 @@ class _File:
         self.blocks = BlockCache()
         url = f"hf://{len(self.by_url)}"
         self.by_url[url] = self
-        self.reader = BlockStream(url, size, "", self.blocks)
+        self.reader = RemoteStream(url, size, "", None, self.blocks)
 
-    def fetch(self, start, stop, take):
+    def fetch(self, start, stop):
         self.ranges.append((start, stop))
         self.before(start)
         for index in range(start, stop, 5):
-            take(memoryview(self.data)[index : min(index + 5, stop)])
+            yield memoryview(self.data)[index : min(index + 5, stop)]
 
     def assert_reads(self, number):
         """Read a block, and check it."""
