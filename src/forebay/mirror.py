@@ -11,9 +11,7 @@ the target or in a temporary directory. Memory: that of the transfers (`connecti
 
 import hashlib
 import logging
-import queue
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,10 @@ import numpy as np
 from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
-from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
+from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
 from forebay.fetch.downloads import Workers
-from forebay.fetch.engine import RunFetcher
-from forebay.fetch.transfers import FileTransfer, Transfer, map_path_of
+from forebay.fetch.engine import RunFetcher, Sources
+from forebay.fetch.transfers import FileTransfer, map_path_of
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.addresses import is_bucket
@@ -50,7 +49,6 @@ _MAX_CHECKS = 16
 _MAX_FILE_BYTES = 1 << 30
 _PARTS = ".mirror"
 OnProgress = Callable[[int], object]
-Fetch = Callable[[SliceInfo, Path], Transfer]
 log = logging.getLogger("forebay.mirror")
 
 
@@ -123,7 +121,7 @@ def mirror(
     Args:
         dataset: From `open_remote`, of any URL.
         to: A directory, or a URL of a bucket and a prefix.
-        on_progress: Called with the bytes copied or skipped since the last call, from one thread.
+        on_progress: Called with the bytes copied or skipped since the last call, one call at a time.
 
     Raises:
         UsageError: If the range is outside the dataset, or the target has no room, contains another dataset or is
@@ -132,16 +130,7 @@ def mirror(
     """
 
     with _open_target(to) as target, RunFetcher(connections) as fetcher:
-        max_slices = _MAX_SLICES if target.folder else _MAX_BUCKET_SLICES
-
-        def fetch(row: SliceInfo, part: Path) -> Transfer:
-            leaves = partial(dataset.leaves, row.index)
-            return FileTransfer(fetcher, row, part, dataset.origin, read_leaves=leaves).start()
-
-        def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
-            _copy_slices(target, absent, fetch, lambda row: None, max_slices, _MAX_BYTES, on_progress)
-
-        return _mirror(dataset, target, start, stop, on_progress, copy, {})
+        return _mirror(dataset, target, fetcher, start, stop, on_progress)
 
 
 def mirror_by_swarm(
@@ -173,17 +162,10 @@ def mirror_by_swarm(
     ):
         member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
 
-        def fetch(row: SliceInfo, part: Path) -> Transfer:
-            leaves, origin = partial(dataset.leaves, row.index), member.origin(row.index)
-            return FileTransfer(fetcher, row, part, origin, read_leaves=leaves).start()
-
-        def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
-            for row in present:
-                serve(row)
-            _copy_slices(target, absent, fetch, serve, _MAX_SWARM_SLICES, sys.maxsize, on_progress)
-
         small = {name: data for name, data in member.files.items() if isinstance(data, bytes)}
-        report = _mirror(dataset, target, start, stop, on_progress, copy, small)
+        report = _mirror(
+            dataset, target, fetcher, start, stop, on_progress, member.origin, serve, small, _MAX_SWARM_SLICES
+        )  # fmt: skip
         deadline = time.monotonic() + linger_s
         sent, sent_at = -1, time.monotonic()
         while member.share is not None and time.monotonic() < min(deadline, sent_at + _IDLE_S):
@@ -195,10 +177,18 @@ def mirror_by_swarm(
 
 
 def _mirror(
-    dataset: RemoteDataset, target: _Target, start: int, stop: int | None, on_progress: OnProgress,
-    copy: Callable[[list[SliceInfo], list[SliceInfo]], None], files: Mapping[str, bytes],
+    dataset: RemoteDataset, target: _Target, fetcher: RunFetcher, start: int, stop: int | None, on_progress: OnProgress,
+    origin: Callable[[int], Sources] | None = None, on_commit: Callable[[SliceInfo], object] = lambda row: None,
+    files: Mapping[str, bytes] = MappingProxyType({}), at_once: int = 0,
 ) -> MirrorReport:  # fmt: skip
-    """Mirror a dataset: `copy` is called with absent and present slices; `files` are small files known already."""
+    """Mirror a dataset.
+
+    Args:
+        origin: Who sends a slice, by index; by default the dataset's origin.
+        on_commit: Called with each slice that is there.
+        files: Small files that are known already.
+        at_once: Slices that are downloaded at once.
+    """
     stop = dataset.num_slices if stop is None else stop
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
@@ -215,7 +205,8 @@ def _mirror(
         if is_present:  # A kill between an upload and the deletion leaves its part.
             for part in (target.part_path(row.name), map_path_of(target.part_path(row.name))):
                 part.unlink(missing_ok=True)
-        on_progress(row.bytes if is_present else 0)
+            on_commit(row)
+            on_progress(row.bytes)
     if target.folder:
         _check_room(target, sum(row.bytes for row in absent))
     has_leaves = False
@@ -223,7 +214,39 @@ def _mirror(
         with suppress(DatasetError, NetworkError):
             _copy_leaves(dataset.all_leaves(), target)
             has_leaves = True
-    copy(absent, skipped)
+    largest = max((row.bytes for row in absent), default=1)
+    at_once = at_once or max(1, min(_MAX_SLICES if target.folder else _MAX_BUCKET_SLICES, _MAX_BYTES // largest))
+    stopping, errors, lock = threading.Event(), list[Exception](), threading.Lock()
+
+    def copy(row: SliceInfo) -> None:
+        reported = 0
+
+        def report(received: int) -> None:
+            nonlocal reported
+            with lock:
+                on_progress(received - reported)
+            reported = received
+
+        try:
+            sources, leaves = origin(row.index) if origin else dataset.origin, partial(dataset.leaves, row.index)
+            transfer = FileTransfer(fetcher, row, target.part_path(row.name), sources, read_leaves=leaves)
+            transfer.run(stopping, report)
+            store.put(row.name, transfer.part, row.sha256)
+            on_commit(row)
+            report(row.bytes)
+        except Exception as error:  # noqa: BLE001 - raised below
+            is_disk = isinstance(error, OSError) and not isinstance(error, ForebayError)
+            wrong = UsageError(f"{store.url}: cannot write {row.name}: {error}. Check the disk.")
+            errors.append(wrong if is_disk else error)
+            stopping.set()
+
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            list(pool.map(lambda row: None if stopping.is_set() else copy(row), absent))
+        finally:
+            stopping.set()
+    if errors:
+        raise errors[0]
     outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
     missing = sum(not is_present for _, is_present in _check_slices(store, outside, verify=False))
     if not missing:
@@ -285,61 +308,6 @@ def _check_slices(store: Store, rows: Iterable[SliceInfo], *, verify: bool) -> I
             lambda row: (row, store.contains(row.name, row.bytes, row.sha256 if verify else "", row.chunk_bytes)),
             list(rows),
         )
-
-
-def _copy_slices(
-    target: _Target, rows: list[SliceInfo], fetch: Fetch, on_commit: Callable[[SliceInfo], object], max_slices: int,
-    max_bytes: int, on_progress: OnProgress,
-) -> None:  # fmt: skip
-    """Download and commit slices, several at once, started in order.
-
-    A directory gets a slice in the thread that ended its transfer, so before its tracker lists it; uploads to a
-    bucket run in threads of their own.
-    """
-    ended: queue.SimpleQueue[tuple[Transfer, Exception | None]] = queue.SimpleQueue()
-
-    def commit(transfer: Transfer) -> None:
-        error = transfer.error
-        try:
-            if error is None:
-                target.store.put(transfer.info.name, transfer.part, transfer.info.sha256)
-                on_commit(transfer.info)
-        except OSError as fault:
-            error = UsageError(f"{target.store.url}: cannot write {transfer.info.name}: {fault}. Check the disk.")
-        except Exception as fault:  # noqa: BLE001 - raised below
-            error = fault
-        ended.put((transfer, error))
-
-    def submit(transfer: Transfer) -> None:
-        try:
-            pool.submit(commit, transfer)
-        except RuntimeError as error:  # no thread can be started, or the pool was closed after another error
-            ended.put((transfer, error))
-
-    waiting = list(reversed(rows))
-    running: dict[Transfer, int] = {}  # bytes reported as progress
-    num_bytes = 0
-    with ThreadPoolExecutor(_MAX_SLICES) as pool:
-        while waiting or running:
-            while waiting and len(running) < max_slices and (
-                not running or num_bytes + waiting[-1].bytes <= max_bytes
-            ):  # fmt: skip
-                row = waiting.pop()
-                transfer = fetch(row, target.part_path(row.name))
-                running[transfer], num_bytes = 0, num_bytes + row.bytes
-                transfer.on_done(commit if target.folder else submit)
-            try:
-                transfer, error = ended.get(timeout=_POLL_S)
-            except queue.Empty:
-                for transfer, reported in running.items():
-                    if (received := transfer.received) != reported:
-                        running[transfer] = received
-                        on_progress(received - reported)
-                continue
-            if error is not None:
-                raise error
-            num_bytes -= transfer.info.bytes
-            on_progress(transfer.info.bytes - running.pop(transfer))
 
 
 def holds_shards(source: str) -> bool:

@@ -217,6 +217,7 @@ class RunFetcher(Closing):
             raise UsageError(f"fetch: expected at least one connection and try, got {connections=}, {tries=}.")
         self.connections = connections
         self.received_bytes = self.wrong_bytes = self.attempts = self.retries = 0
+        self.fault, self.told_at = "", float("-inf")  # Of the last attempt, for log lines; when one told it.
         self._timeout_s, self._tries, self._max_backoff_s = timeout_s, tries, max_backoff_s
         self._min_bytes_per_s = min_bytes_per_s
         self._pid = os.getpid()
@@ -355,7 +356,7 @@ class RunFetcher(Closing):
                 self._num_abandoned -= 1
                 return None
             progress, num_bytes = run.position - first, run.received - run.began_with
-            self.retries += fault is not None
+            self.retries, self.fault = self.retries + (fault is not None), str(fault or "")
             self._count(stats, num_bytes)
             stats.record_speed(num_bytes, now - began_at)
             if progress > 0:
@@ -454,7 +455,7 @@ class RunFetcher(Closing):
             except (NoProviderError, PermanentError, IntegrityError):
                 raise
             except NetworkError as error:
-                state.reasons[run.origin.url] = str(error)
+                state.reasons[run.origin.url] = self.fault = str(error)
                 run.tries, state.attempts, now = run.tries + 1, state.attempts + 1, time.monotonic()
                 if self._is_timed_out(run, now):
                     raise self._timed_out(run, now) from error

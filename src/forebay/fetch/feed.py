@@ -9,7 +9,6 @@ first use. Cost of fetching: some 60 us a request of up to 2 MiB beside the tran
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 import weakref
@@ -35,6 +34,7 @@ from forebay.fetch.refetches import Refetches
 from forebay.order.footprint import MAX_REQUEST_BYTES, REQUESTS_OF_CACHE
 from forebay.order.run import NEVER, Run
 from forebay.storage.locks import at_fork
+from forebay.storage.retry import log_while_waiting
 
 if TYPE_CHECKING:
     from forebay.fetch.engine import ChunkRun, RunFetcher, Sources
@@ -44,7 +44,6 @@ _EXTENDED = 2  # times what is planned ahead are neighbours that come with the s
 _QUEUED = 4  # fetches that wait for a connection
 _RETRY_S = 5.0  # before a failed chunk is fetched again that no step waits for
 _POLL_S = 0.02  # for chunks that another process fetches
-_LOG_INTERVAL_S = 3.0
 _ALL_STEPS = 1 << 62
 _STUCK_S = 10.0
 _CLOSE_S = 2.0
@@ -118,7 +117,7 @@ class ChunkFeed:
         self.after_fork()
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._past: dict[str, int] = {}  # Counts of sources and caches that were closed.
-        self._waited_s, self._logged_at = 0.0, -math.inf
+        self._waited_s = 0.0
         self._refetches = Refetches(self.chunks, self.first_key, run)
         if cache is not None:
             self._check_budget(cache)
@@ -246,7 +245,7 @@ class ChunkFeed:
         Raises:
             NetworkError: If a fetch failed; the next call tries again. IntegrityError likewise.
         """
-        with self._changed:
+        with self._changed, log_while_waiting(_log, lambda: self._describe_wait(plan, step)):
             began = time.perf_counter()
             try:
                 while True:
@@ -264,7 +263,6 @@ class ChunkFeed:
                         self._pins.unpin(_ALL_STEPS)
                         continue
                     self._changed.wait(_POLL_S)
-                    self._log_wait(missing, self._waited_s + time.perf_counter() - began)
             finally:
                 self._counts["late"] += 1
                 self._waited_s += time.perf_counter() - began
@@ -546,15 +544,11 @@ class ChunkFeed:
             is_own = self._cache is not None and self._cache.evicted_bytes > 0
             self._refetches.add(group, chunks, plan.first_step, is_own)
 
-    def _log_wait(self, missing: list[tuple[ChunkGroup, I64]], waited_s: float) -> None:
-        now = time.monotonic()
-        if now - self._logged_at < _LOG_INTERVAL_S:
-            return
-        first, self._logged_at = self._logged_at == -math.inf, now
-        if not first:
-            group, _ = missing[0]
-            _log.warning(
-                "waiting for %d chunks of %d slices, the first of %s; %d fetches are running, %.1f s waited so far. %s",
-                sum(len(c) for _, c in missing), len(missing), self._row(group.key).name, len(self._running), waited_s,
-                self._no_room,
-            )  # fmt: skip
+    def _describe_wait(self, plan: PlanNeeds, step: int) -> str:
+        with self._changed:
+            missing, fault = self._missing(plan, step), self._fetcher.fault if self._fetcher is not None else ""
+            first = self._row(missing[0][0].key).name if missing else "none"
+            return (
+                f"{sum(len(chunks) for _, chunks in missing)} chunks of {len(missing)} slices, the first of {first}; "
+                f"{len(self._running)} fetches are running. {self._no_room or fault}"
+            )

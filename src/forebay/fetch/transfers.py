@@ -7,6 +7,7 @@ by a check of the caller. A killed transfer goes on with the chunks that are com
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent import futures
@@ -23,6 +24,8 @@ from forebay.errors import ForebayError, UsageError
 from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
 from forebay.fetch.engine import ChunkRun, FetchState, RunFetcher, Sources, TransferCancelledError, disk_error
 from forebay.files import sync_file
+from forebay.storage.base import log
+from forebay.storage.retry import FIRST_S, log_while_waiting
 
 Group = tuple[ChunkFile, I64]  # Chunks of a file.
 RUN_BYTES = 8 << 20  # the longest request by default
@@ -114,11 +117,24 @@ class ChunkTransfer(Transfer):
 
     def run(self, stop: threading.Event, on_progress: Callable[[int], object] = lambda received: None) -> None:
         """Fetch, until `stop` is set; `on_progress` is called with the bytes received. Raises the transfer's error."""
+        seen = -1
+
+        def describe() -> str:
+            nonlocal seen
+            fetcher, now = self._fetcher, time.monotonic()
+            before, seen = seen, fetcher.received_bytes
+            if seen != before or now - fetcher.told_at < FIRST_S:  # Something came, or another transfer tells.
+                return ""
+            fetcher.told_at = now
+            fault = fetcher.fault or "no response yet"
+            return f"{self.info.name}: {self.received} of {self.info.bytes} bytes; {fault}"
+
         self.start()
-        while not self.wait(_PROGRESS_S):
-            on_progress(self.received)
-            if stop.is_set():
-                self.cancel()
+        with log_while_waiting(log, describe):
+            while not self.wait(_PROGRESS_S):
+                on_progress(self.received)
+                if stop.is_set():
+                    self.cancel()
         if self.error is not None:
             raise self.error
 

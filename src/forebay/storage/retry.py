@@ -45,6 +45,8 @@ def retry_after_s(text: str, now: float) -> float | None:
 def log_while_waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
     """Log what the block waits for after FIRST_S and every EVERY_S; `what` is called in another thread.
 
+    Where it returns "", something came meanwhile, and the wait begins anew.
+
     One thread serves all waits of a process, and ends with the last of them: a wait costs a few microseconds.
     """
     wait = _Wait(log, what, time.monotonic(), FIRST_S)
@@ -87,7 +89,10 @@ class _Waits:
                 if elapsed_s >= wait.next_s:
                     wait.next_s = elapsed_s + EVERY_S
                     try:
-                        wait.log.warning("waiting for %s (%.0f s so far)", wait.what(), elapsed_s)
+                        if what := wait.what():
+                            wait.log.warning("waiting for %s (%.0f s so far)", what, elapsed_s)
+                        else:
+                            wait.began, wait.next_s = time.monotonic(), FIRST_S
                     except Exception:  # What one waits for may be gone; the others still want lines
                         wait.log.exception("waiting (%.0f s so far)", elapsed_s)
 

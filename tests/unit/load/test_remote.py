@@ -164,14 +164,14 @@ def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
             until(lambda: "waiting for" in caplog.text)
             server.faults.drop = 0.0
 
-        monkeypatch.setattr("forebay.fetch.feed._LOG_INTERVAL_S", 0.0)
+        monkeypatch.setattr("forebay.storage.retry.FIRST_S", 0.0)
         ending = threading.Thread(target=end_outage)
         ending.start()
         result += list(chain(*list_ids(batches)))
         ending.join()
         assert loader.stats()["late"] > 0 and loader.stats()["waited_s"] > 0 and loader.stats()["network_s"] > 0
     assert result == expected
-    pattern = r"waiting for \d+ chunks of \d+ slices, the first of \d+\.safetensors; \d+ fetches are running"
+    pattern = r"waiting for \d+ chunks of \d+ slices, the first of \d+\.safetensors; \d+ fetches are running. http"
     assert re.search(pattern, caplog.text)
 
 
