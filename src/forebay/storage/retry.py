@@ -45,11 +45,11 @@ def retry_after_s(text: str, now: float) -> float | None:
 def log_while_waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
     """Log what the block waits for after FIRST_S and every EVERY_S; `what` is called in another thread.
 
-    Where it returns "", something came meanwhile, and the wait begins anew.
+    Where it returns "", something came meanwhile, and the wait begins anew. Of waits within waits the inner one is told.
 
     One thread serves all waits of a process, and ends with the last of them: a wait costs a few microseconds.
     """
-    wait = _Wait(log, what, time.monotonic(), FIRST_S)
+    wait = _Wait(log, what, time.monotonic(), FIRST_S, threading.get_ident())
     with _waits.lock:
         _waits.all[id(wait)] = wait
         if not _waits.is_watched:
@@ -69,6 +69,7 @@ class _Wait:
     what: Callable[[], str]
     began: float
     next_s: float
+    thread: int
 
 
 class _Waits:
@@ -84,7 +85,7 @@ class _Waits:
                     self.is_watched = False
                     return
                 waits = list(self.all.values())
-            for wait in waits:
+            for wait in {wait.thread: wait for wait in waits}.values():  # The innermost of each thread.
                 elapsed_s = time.monotonic() - wait.began
                 if elapsed_s >= wait.next_s:
                     wait.next_s = elapsed_s + EVERY_S

@@ -36,7 +36,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
     looks = Looks()
     monkeypatch.setattr(retry, "_waits", waits := retry._Waits())
     monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: looks.now, sleep=looks.sleep))
-    monkeypatch.setattr(retry, "threading", SimpleNamespace(Thread=looks.thread))
+    monkeypatch.setattr(retry, "threading", SimpleNamespace(Thread=looks.thread, get_ident=threading.get_ident))
     yield looks
     until(lambda: not waits.is_watched)
 
@@ -45,11 +45,14 @@ def test_each_wait_is_named_until_it_ends_by_one_thread(caplog: pytest.LogCaptur
     def broken():
         raise ValueError("gone")
 
-    with log_while_waiting(log, lambda: "the first"), log_while_waiting(log, broken):
+    with log_while_waiting(log, lambda: "the first"):
+        until(lambda: caplog.text.count("for the first") > 1)
+        assert "waiting for the first (2 s so far)" in caplog.text and "(12 s so far)" in caplog.text
+        with log_while_waiting(log, broken):
+            until(lambda: "ValueError: gone" in caplog.text)
         with log_while_waiting(log, lambda: "the second"):
-            until(lambda: caplog.text.count("for the first") > 1 and caplog.text.count("for the second") > 1)
-            assert "waiting for the first (2 s so far)" in caplog.text and "(12 s so far)" in caplog.text
-            assert looks.num_threads == 1 and "ValueError: gone" in caplog.text
+            until(lambda: caplog.text.count("for the second") > 1)
+            assert looks.num_threads == 1
         for _ in range(3):  # Lines of the second may be on their way.
             caplog.clear()
             until(lambda: "for the first" in caplog.text)
