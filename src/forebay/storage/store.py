@@ -14,15 +14,14 @@ import secrets
 import shutil
 import stat
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -58,119 +57,6 @@ _T = TypeVar("_T")
 _I = TypeVar("_I")
 
 
-class Store(ABC):
-    """Objects by name; names have `/`. Picklable, and used by any process. A missing object is a FileNotFoundError.
-
-    Raises:
-        OSError: If a directory cannot be read or written.
-        NetworkError: If a bucket does not answer.
-        DatasetError: If it refuses.
-    """
-
-    url: str  # of the directory or prefix, for messages: without a secret
-    write_pause_s = 0.0  # between writes of an object that changes all the time
-
-    @property
-    def folder(self) -> Path | None:
-        """The directory of this machine that holds the objects as files; None of a bucket."""
-        return None
-
-    def as_uri(self) -> str:
-        """Return the URL for people: of a directory `file:///`."""
-        return self.url
-
-    @abstractmethod
-    def locked(self, *, shared: bool) -> AbstractContextManager[None]:
-        """Keep other runs out of a directory, but for those that share it; see that a bucket can be shared."""
-
-    @abstractmethod
-    def child(self, name: str) -> "Store":
-        """The objects below a name."""
-
-    @abstractmethod
-    def open(self, name: str, *, replace: bool = False) -> AbstractContextManager[BinaryIO]:
-        """A file of this machine that becomes the object when the block ends without an exception.
-
-        In a bucket an object that exists must have the same bytes, unless it may be replaced.
-        """
-
-    @abstractmethod
-    def write(self, name: str, data: bytes | Iterable[bytes], *, flush: bool = True) -> None:
-        """Write an object, or replace it. `flush`: after a crash of the machine it is there."""
-
-    @abstractmethod
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a small object unless it exists; whether it is new."""
-
-    @abstractmethod
-    def put(self, name: str, path: Path, sha256: str = "") -> None:
-        """Move a file of this machine to an object. Its hash, of a slice its id, is stored with one in a bucket."""
-
-    @abstractmethod
-    def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
-        """Whether an object has this size, and this hash unless it is empty; in a bucket the one stored with it."""
-
-    def copy(self, name: str, path: Path) -> bool:
-        """Make an object of a file that stays: a link to it where there are links; whether bytes were copied."""
-        with self.open(name) as file, path.open("rb") as source:
-            shutil.copyfileobj(source, file, _PIECE)
-        return True
-
-    @abstractmethod
-    def read(self, name: str) -> bytes:
-        """The bytes of an object."""
-
-    @abstractmethod
-    def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> Array:
-        """Items [start, start + count) of an object, -1 for all; fewer where it ends."""
-
-    @abstractmethod
-    def local(self, name: str) -> AbstractContextManager[Path]:
-        """A file of this machine with the bytes of the object, for the time of the block."""
-
-    @abstractmethod
-    def directory(self, name: str) -> Path:
-        """A directory of this machine for files that no other needs; it stays until the run ends."""
-
-    @abstractmethod
-    def scratch(self) -> AbstractContextManager[Path]:
-        """An empty directory of this machine, on the disk where objects are written; removed with the block."""
-
-    @abstractmethod
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """The objects whose names begin with `prefix` (`slices/`, `done/encode-`), and their bytes.
-
-        A listing of a bucket may be late; a request for one object is not.
-        """
-
-    @abstractmethod
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; one that is missing is none."""
-
-    @abstractmethod
-    def size(self, name: str) -> int:
-        """The bytes of an object."""
-
-    def exists(self, name: str) -> bool:
-        """Whether there is such an object."""
-        try:
-            return self.size(name) >= 0
-        except FileNotFoundError:
-            return False
-
-    def each(self, function: Callable[[_I], _T], items: Iterable[_I]) -> Iterator[_T]:
-        """`function(item)` of each item, in order, for functions that read objects: in a bucket many at once."""
-        return map(function, items)
-
-    @abstractmethod
-    def remove_stale(self) -> None:
-        """Remove what killed processes of this machine left on their way."""
-
-    @abstractmethod
-    def remove_all(self) -> None:
-        """Remove all objects, and the directories of this machine."""
-
-
 def open_store(url: str | os.PathLike[str]) -> "Store":
     """The store at a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`."""
     text = os.fspath(url)
@@ -182,20 +68,27 @@ def open_store(url: str | os.PathLike[str]) -> "Store":
 
 
 @dataclass(frozen=True)
-class FolderStore(Store):
-    """A directory, which is made with its first object."""
+class FolderStore:
+    """Objects by name in a directory, which is made with its first; names have `/`. Picklable, used by any process.
 
-    url: str
+    Raises FileNotFoundError for a missing object, OSError where the directory cannot be read or written.
+    """
+
+    url: str  # for messages: without a secret
+    write_pause_s = 0.0  # between writes of an object that changes all the time
 
     @property
     def folder(self) -> Path:
+        """The directory of this machine that holds the objects as files; None of a bucket."""
         return Path(self.url)
 
     def as_uri(self) -> str:
+        """Return the URL for people: of a directory `file:///`."""
         return self.folder.resolve().as_uri()
 
     @contextmanager
     def locked(self, *, shared: bool) -> Iterator[None]:
+        """Keep other runs out of a directory, but for those that share it; see that a bucket can be shared."""
         folder = self.folder
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"expected a directory to write to, got {folder}, which is a file. Name another.")
@@ -209,17 +102,24 @@ class FolderStore(Store):
             yield
 
     def child(self, name: str) -> "FolderStore":
+        """The objects below a name."""
         return FolderStore(f"{self.url}/{name}")
 
     @contextmanager
     def open(self, name: str, *, replace: bool = False) -> Iterator[BinaryIO]:
+        """A file of this machine that becomes the object when the block ends without an exception.
+
+        In a bucket an object that exists must have the same bytes, unless it may be replaced.
+        """
         with open_atomic(self._path(name)) as file:
             yield file
 
     def write(self, name: str, data: bytes | Iterable[bytes], *, flush: bool = True) -> None:
+        """Write an object, or replace it. `flush`: after a crash of the machine it is there."""
         atomic_write(self._path(name), data, flush=flush)
 
     def create(self, name: str, data: bytes) -> bool:
+        """Write a small object unless it exists; whether it is new."""
         path = self._path(name)
         temporary = temporary_path(path)
         try:
@@ -234,9 +134,11 @@ class FolderStore(Store):
         return True
 
     def put(self, name: str, path: Path, sha256: str = "") -> None:
+        """Move a file of this machine to an object. Its hash, of a slice its id, is stored with one in a bucket."""
         commit_files({path: self._path(name)})
 
     def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
+        """Whether an object has this size, and this hash unless it is empty; in a bucket the one stored with it."""
         try:
             has_size = self.size(name) == num_bytes
             return has_size and (not sha256 or hash_slice(self.folder / name, chunk_bytes)[0] == sha256)
@@ -244,37 +146,47 @@ class FolderStore(Store):
             return False
 
     def copy(self, name: str, path: Path) -> bool:
+        """Make an object of a file that stays: a link to it where there are links; whether bytes were copied."""
         temporary = temporary_path(self._path(name))
         try:
             os.link(path, temporary)
             commit_files({temporary: self.folder / name})
         except OSError:  # another file system, or one without links
-            return super().copy(name, path)
+            return _copy(self, name, path)
         finally:
             temporary.unlink(missing_ok=True)
         return False
 
     def read(self, name: str) -> bytes:
+        """The bytes of an object."""
         return (self.folder / name).read_bytes()
 
     def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> Array:
+        """Items [start, start + count) of an object, -1 for all; fewer where it ends."""
         return np.fromfile(self.folder / name, dtype, count, offset=start * np.dtype(dtype).itemsize)
 
     @contextmanager
     def local(self, name: str) -> Iterator[Path]:
+        """A file of this machine with the bytes of the object, for the time of the block."""
         yield self.folder / name
 
     def directory(self, name: str) -> Path:
+        """A directory of this machine for files that no other needs; it stays until the run ends."""
         path = self.folder / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
+        """An empty directory of this machine, on the disk where objects are written; removed with the block."""
         with temporary_directory(self._path("scratch")) as folder:
             yield folder
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
+        """The objects whose names begin with `prefix` (`slices/`, `done/encode-`), and their bytes.
+
+        A listing of a bucket may be late; a request for one object is not.
+        """
         folder, _, start = prefix.rpartition("/")
         top = self.folder / folder
         sizes: dict[str, int] = {}
@@ -290,23 +202,41 @@ class FolderStore(Store):
         return sizes
 
     def remove(self, names: Iterable[str]) -> None:
+        """Remove objects; one that is missing is none."""
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
 
     def size(self, name: str) -> int:
+        """The bytes of an object."""
         return (self.folder / name).stat().st_size
 
+    def exists(self, name: str) -> bool:
+        """Whether there is such an object."""
+        return (self.folder / name).exists()
+
+    def each(self, function: Callable[[_I], _T], items: Iterable[_I]) -> Iterator[_T]:
+        """`function(item)` of each item, in order, for functions that read objects: in a bucket many at once."""
+        return map(function, items)
+
     def remove_stale(self) -> None:
+        """Remove what killed processes of this machine left on their way."""
         for folder, _, _ in os.walk(self.folder):
             remove_stale(Path(folder))
 
     def remove_all(self) -> None:
+        """Remove all objects, and the directories of this machine."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+
+def _copy(store: "Store", name: str, path: Path) -> bool:
+    with store.open(name) as file, path.open("rb") as source:
+        shutil.copyfileobj(source, file, _PIECE)
+    return True
 
 
 def _link(source: Path, path: Path) -> None:
@@ -321,15 +251,23 @@ def _link(source: Path, path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class BucketStore(Store):
-    """A prefix of a bucket. `address` is its URL with the options of the query; credentials are the environment's."""
+class BucketStore:
+    """A FolderStore's objects below a prefix of a bucket, with NetworkError if it does not answer, DatasetError if it
+    refuses.
+
+    `address` is its URL with the options of the query; credentials are the environment's.
+    """
 
     address: str
-    write_pause_s = BUCKET_WRITE_S
+    write_pause_s, folder = BUCKET_WRITE_S, None
+    copy = _copy
 
     @property
-    def url(self) -> str:  # type: ignore[override]
+    def url(self) -> str:
         return self._parsed.location.rstrip("/")
+
+    def as_uri(self) -> str:
+        return self.url
 
     def child(self, name: str) -> "BucketStore":
         return BucketStore(join_url(str(self._parsed), name))
@@ -383,15 +321,18 @@ class BucketStore(Store):
     def contains(self, name: str, num_bytes: int, sha256: str = "", chunk_bytes: int = 0) -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:
             result = obstore.get(store, key, options={"head": True})
-            return int(result.meta["size"]) == num_bytes and sha256 in ("", result.attributes.get(_HASH_KEY))
+            return num_bytes in (-1, int(result.meta["size"])) and sha256 in ("", result.attributes.get(_HASH_KEY))
 
         try:
-            return self._bucket.call(name, request)
+            return self._call(name, request)
         except FileNotFoundError:
             return False
 
+    def exists(self, name: str) -> bool:
+        return self.contains(name, -1)
+
     def read(self, name: str) -> bytes:
-        return self._bucket.call(name, lambda obstore, store, key: bytes(obstore.get(store, key).bytes()))
+        return self._call(name, lambda obstore, store, key: bytes(obstore.get(store, key).bytes()))
 
     def read_array(self, name: str, dtype: DTypeLike, count: int = -1, start: int = 0) -> Array:
         size = np.dtype(dtype).itemsize
@@ -413,7 +354,7 @@ class BucketStore(Store):
                 end = min(stop, int(obstore.head(store, key)["size"]))
                 return read_whole(self._bucket, name, first, end)
 
-        return np.frombuffer(self._bucket.call(name, request), dtype).copy()
+        return np.frombuffer(self._call(name, request), dtype).copy()
 
     @contextmanager
     def local(self, name: str) -> Iterator[Path]:
@@ -425,7 +366,7 @@ class BucketStore(Store):
             file.flush()
 
         with self.scratch() as folder, (folder / "object").open("wb") as file:
-            self._bucket.call(name, request)
+            self._call(name, request)
             yield folder / "object"
 
     def directory(self, name: str) -> Path:
@@ -453,10 +394,10 @@ class BucketStore(Store):
         for start in range(0, len(names), _REMOVED_AT_ONCE):
             keys = [self._bucket.key(name) for name in names[start : start + _REMOVED_AT_ONCE]]
             with suppress(FileNotFoundError):
-                self._bucket.call(names[start], partial(_delete, keys))
+                self._call(names[start], partial(_delete, keys))
 
     def size(self, name: str) -> int:
-        return self._bucket.call(name, lambda obstore, store, key: int(obstore.head(store, key)["size"]))
+        return self._call(name, lambda obstore, store, key: int(obstore.head(store, key)["size"]))
 
     def remove_stale(self) -> None:
         """None: files on their way have no name."""
@@ -479,6 +420,9 @@ class BucketStore(Store):
     def _bucket(self) -> PatientBucket:
         return shared_bucket(self._parsed, PatientBucket)
 
+    def _call(self, name: str, request: Callable[[Any, Any, str], _T]) -> _T:
+        return self._bucket.call(name, request)
+
     def _put(self, name: str, data: Any, mode: str = "create") -> bool:
         def request(obstore: Any, store: Any, key: str) -> bool:
             try:
@@ -487,7 +431,7 @@ class BucketStore(Store):
                 return False
             return True
 
-        return self._bucket.call(name, request)
+        return self._call(name, request)
 
     def _digest(self, name: str) -> bytes:
         with self.local(name) as path, path.open("rb") as file:
@@ -496,3 +440,6 @@ class BucketStore(Store):
 
 def _delete(keys: list[str], obstore: Any, store: Any, _: str) -> None:
     obstore.delete(store, keys)
+
+
+Store: TypeAlias = FolderStore | BucketStore
