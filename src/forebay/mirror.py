@@ -29,10 +29,9 @@ from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
-from forebay.fetch.downloads import Workers
+from forebay.fetch.downloads import Workers, download_large_file
 from forebay.fetch.engine import RunFetcher, Sources
 from forebay.fetch.transfers import FileTransfer, map_path_of
-from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.addresses import is_bucket
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
@@ -348,20 +347,37 @@ def mirror_shards(
         skipped = [index for index in selected if index not in set(absent)]
         on_progress(sum(sizes[index] for index in skipped))
         waiting = [sizes[index] for index in absent]
-        with ShardCache(source, target.parts / "shards", max_workers=max_workers) as cache:
-            for index in absent[:1]:  # The one that a kill interrupted.
-                cache.describe(index)
-            cache.evict(absent[:1])
-            _check_room(target, sum(waiting) if target.folder else max(waiting, default=0))
-            for index in absent:
-                _copy_shard(cache, store, index, on_progress)
-        shutil.rmtree(target.parts / "shards")
+        _check_room(target, sum(waiting) if target.folder else max(waiting, default=0))
+        folder = target.parts / "shards"
+        for index in absent:
+            parts = infos[index].ids, infos[index].tokens
+            for part in parts:
+                reported = 0
+
+                def report(received: int, size: int) -> None:
+                    nonlocal reported
+                    on_progress(received - reported)
+                    reported = received
+
+                download_large_file(origin, part.name, folder / part.name, max_workers=max_workers, on_progress=report)
+            _verify_shard(folder, index)
+            for part in parts:  # The ids first: a kill leaves no tokens without ids.
+                store.put(part.name, folder / part.name)
+            log.info("shard %d copied to %s", index, store.url)
+        shutil.rmtree(folder, ignore_errors=True)
         missing = [index for index in infos if index not in selected and not _contains(store, infos[index])]
     return {
         "source": origin.url, "target": store.url, "shards": len(infos), "copied": absent, "skipped": skipped,
         "copied_bytes": sum(waiting), "skipped_bytes": sum(sizes[index] for index in skipped), "missing": missing,
         "complete": not missing,
     }  # fmt: skip
+
+
+def _verify_shard(folder: Path, index: int) -> None:
+    here = PathOrigin(folder)
+    pair = read_layout(here, find_shard(here, index), 0)
+    verify_pair(folder, pair)
+    pair_map(folder, pair).unlink()
 
 
 def _contains(store: Store, shard: ShardInfo) -> bool:
@@ -373,27 +389,9 @@ def _has_shard(store: Store, shard: ShardInfo) -> bool:
     if not _contains(store, shard):
         return False
     if (folder := store.folder) is not None:
-        here = PathOrigin(folder)
         try:
-            pair = read_layout(here, find_shard(here, shard.index), 0)
-            verify_pair(folder, pair)
-            pair_map(folder, pair).unlink()
+            _verify_shard(folder, shard.index)
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False
     return True
-
-
-def _copy_shard(cache: ShardCache, store: Store, index: int, on_progress: OnProgress) -> None:
-    reported, shard = 0, cache.describe(index)
-
-    def report(received: int) -> None:
-        nonlocal reported
-        on_progress(max(0, received - reported))
-        reported = max(reported, received)
-
-    cache.fetch(shard, threading.Event(), report)
-    for info in reversed(shard.infos()):  # The ids first: a kill leaves no tokens without ids.
-        store.put(info.name, cache.cache.path_of(info.sha256))
-    on_progress(max(0, shard.num_bytes - reported))
-    log.info("shard %d copied to %s", index, store.url)

@@ -78,24 +78,30 @@ class _Waits:
         self.all: dict[int, _Wait] = {}
 
     def watch(self) -> None:
-        while True:
+        time.sleep(_LOOK_EVERY_S)
+        while self._tell():
             time.sleep(_LOOK_EVERY_S)
-            with self.lock:
-                if not self.all:
-                    self.is_watched = False
-                    return
-                waits = list(self.all.values())
-            for wait in {wait.thread: wait for wait in waits}.values():  # The innermost of each thread.
-                elapsed_s = time.monotonic() - wait.began
-                if elapsed_s >= wait.next_s:
-                    wait.next_s = elapsed_s + EVERY_S
-                    try:
-                        if what := wait.what():
-                            wait.log.warning("waiting for %s (%.0f s so far)", what, elapsed_s)
-                        else:
-                            wait.began, wait.next_s = time.monotonic(), FIRST_S
-                    except Exception:  # What one waits for may be gone; the others still want lines
-                        wait.log.exception("waiting (%.0f s so far)", elapsed_s)
+
+    def _tell(self) -> bool:
+        """Log what is due; return False without waits. In a frame of its own: nothing of a wait is kept meanwhile."""
+        with self.lock:
+            if not self.all:
+                self.is_watched = False
+                return False
+            waits = {wait.thread: wait for wait in self.all.values()}  # The innermost of each thread.
+        for wait in waits.values():
+            elapsed_s = time.monotonic() - wait.began
+            if elapsed_s < wait.next_s:
+                continue
+            wait.next_s = elapsed_s + EVERY_S
+            try:
+                if what := wait.what():
+                    wait.log.warning("waiting for %s (%.0f s so far)", what, elapsed_s)
+                else:
+                    wait.began, wait.next_s = time.monotonic(), FIRST_S
+            except Exception:  # What one waits for may be gone; the others still want lines
+                wait.log.exception("waiting (%.0f s so far)", elapsed_s)
+        return True
 
 
 _waits = _Waits()
