@@ -89,45 +89,40 @@ class WebOrigin(ObjectOrigin):
 
     def head(self, name: str) -> ObjectMeta:
         """See ObjectOrigin. Requests one byte, as signed URLs often allow only GET."""
-        with self._open(name, {"Range": "bytes=0-0"}) as response:
-            answer = response.answer
+        with self._open(name, {"Range": "bytes=0-0"}) as answer:
             content_range = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", answer.headers.get("Content-Range", ""))
             size = int(content_range[1]) if content_range else answer.length if answer.status == 200 else None
             if size is None:
                 raise PermanentError(f"{self.url}/{name}: the server sends no size")
             if answer.length == 1:
-                response.read_chunk(2)  # To its end, so that the connection is kept.
+                list(self._body(name, answer, 2))  # To its end, so that the connection is kept.
             return ObjectMeta(size, _version(answer))
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        with self._open(name, {"Range": f"bytes={start}-{stop - 1}"}) as response:
-            check_etag(f"{self.url}/{name}", etag, _version(response.answer))
-            skip = self._check_range(name, response.answer, start, stop)
-            while skip and (data := response.read_chunk(skip)):
-                skip -= len(data)
-            remaining = stop - start
-            while remaining and (data := response.read_chunk(remaining)):
-                remaining -= len(data)
-                yield data
+        with self._open(name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
+            check_etag(f"{self.url}/{name}", etag, _version(answer))
+            skip = self._check_range(name, answer, start, stop)
+            for _ in self._body(name, answer, skip):
+                pass
+            yield from self._body(name, answer, stop - start)
 
     def get(self, name: str, max_bytes: int) -> bytes:
         return self.get_with_headers(name, max_bytes)[0]
 
     def get_with_headers(self, name: str, max_bytes: int, address: str = "") -> tuple[bytes, Mapping[str, str]]:
         """Like `get`, with the headers of the response; from `address` in place of the name's own, if given."""
-        with self._open(name, {}, address) as response:
-            what, length = f"{self.url}/{name}", response.answer.length
-            data = bytearray()
-            while (length or 0) <= max_bytes and (chunk := response.read_chunk(max_bytes + 1 - len(data))):
+        with self._open(name, {}, address) as answer:
+            what, length, data = f"{self.url}/{name}", answer.length, bytearray()
+            for chunk in self._body(name, answer, max_bytes + 1) if (length or 0) <= max_bytes else ():
                 data += chunk
             if max(length or 0, len(data)) > max_bytes:
                 raise PermanentError(f"{what} is larger than {max_bytes} bytes")
             if length is not None and len(data) < length:
                 raise TransientError(f"{what}: the body ended at byte {len(data)} of {length}")
-            return bytes(data), response.answer.headers
+            return bytes(data), answer.headers
 
     @contextmanager
-    def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> Iterator[_Response]:
+    def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> Iterator[StreamedResponse]:
         """Send a GET and follow redirects."""
         own = self._base._replace(path=f"{self._base.path}/{quote(name)}")
         address = address or self._file or urlunsplit(own)
@@ -138,22 +133,24 @@ class WebOrigin(ObjectOrigin):
             headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **request_headers}
             headers |= self._headers if _host(target) == _host(address) else {}
             try:
-                response = self._send(target, headers)
+                connection, answer = self._send(target, headers)
             except TransientError:
                 self._redirects.pop(name, None)  # The next try asks the origin, which may redirect elsewhere by now.
                 raise
-            answer, response.what = response.answer, f"{self.url}/{name}".rstrip("/")
             try:
                 if answer.status in (200, 206):
                     if target != address:
                         if len(self._redirects) >= _MAX_STORED_REDIRECTS:
                             self._redirects.clear()
                         self._redirects[name] = (target, time.monotonic() + _REDIRECT_TTL_S)
-                    yield response
+                    yield answer
                     return
-                location, refusal = answer.headers.get("Location"), partial(_status_error, response.what, answer)
+                location, refusal = (
+                    answer.headers.get("Location"),
+                    partial(_status_error, f"{self.url}/{name}".rstrip("/"), answer),
+                )
             finally:
-                self._close(response)
+                self._close(connection, answer)
             if answer.status in (301, 302, 303, 307, 308) and location:
                 target = _join_url(target, location, refusal)
                 if self._same_host and _host(target) != _host(address):
@@ -166,7 +163,7 @@ class WebOrigin(ObjectOrigin):
             check_redirect(address, target, https_only=self._untrusted == "public")
         raise PermanentError(f"{self.url}/{name}: more than {_MAX_REDIRECTS} redirects")
 
-    def _send(self, target: str, headers: dict[str, str]) -> _Response:
+    def _send(self, target: str, headers: dict[str, str]) -> tuple[Connection, StreamedResponse]:
         """Send a GET and read the head of the response; repeat it if a persistent connection was closed."""
         parts = urlsplit(target)
         path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
@@ -185,7 +182,7 @@ class WebOrigin(ObjectOrigin):
                 waits_s = stall_s
                 deadline = time.monotonic() + stall_s
                 answer = exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
-                return _Response(connection, answer, stall_s)
+                return connection, answer
             except ssl.SSLCertVerificationError as error:
                 connection.close()
                 raise PermanentError(f"{self.url}: its certificate is not trusted: {error.verify_message}") from error
@@ -204,10 +201,32 @@ class WebOrigin(ObjectOrigin):
                 connection.close()
                 raise
 
-    def _close(self, response: _Response) -> None:
+    def _body(self, name: str, answer: StreamedResponse, num_bytes: int) -> Iterator[memoryview]:
+        """Yield `num_bytes` of a body by 256 KiB in one buffer; fewer where it ends. A dripping server is a fault."""
+        what, stall_s = f"{self.url}/{name}".rstrip("/"), self._timeouts.stall_s
+        buffer = memoryview(bytearray(min(num_bytes, CHUNK_BYTES)))
+        answer.pace(stall_s, _MIN_BYTES_PER_S)
+        while num_bytes:
+            filled, limit, began = 0, min(num_bytes, CHUNK_BYTES), time.monotonic()
+            try:
+                while filled < limit and (count := answer.readinto(buffer[filled:limit])):
+                    filled += count
+                    if time.monotonic() - began > stall_s:
+                        break
+            except TimeoutError as error:
+                reason = str(error) if "stalled" in str(error) else f"no byte for {stall_s:g} s"
+                raise TransientError(f"{what}: {reason}") from error
+            except (*FAULTS, ValueError) as error:
+                raise TransientError(f"{what}: the connection failed: {type(error).__name__}: {error}") from error
+            if not filled:
+                return
+            num_bytes -= filled
+            yield buffer[:filled]
+
+    def _close(self, connection: Connection, answer: StreamedResponse) -> None:
         """Keep the connection if the body was read to its end, else close it."""
-        connection, can_keep = response.connection, response.answer.can_keep
-        response.answer.close()
+        can_keep = answer.can_keep
+        answer.close()
         if can_keep:
             self._idle.release(connection.key, connection)
         else:
@@ -254,34 +273,6 @@ class WebOrigin(ObjectOrigin):
         if int(match[2]) != stop - 1:
             raise PermanentError(f"{what} ends at byte {int(match[2]) + 1}, before {stop}")
         return 0
-
-
-class _Response:
-    """The response to a GET, with its connection; the body is read through one buffer. A dripping server is a fault."""
-
-    what = ""
-
-    def __init__(self, connection: Connection, answer: StreamedResponse, stall_s: float) -> None:
-        self.connection, self.answer, self._stall_s = connection, answer, stall_s
-        self._buffer: memoryview | None = None
-
-    def read_chunk(self, max_bytes: int) -> memoryview:
-        """Return up to 256 KiB; empty at the end of the body or where the connection was closed."""
-        if self._buffer is None:
-            self._buffer = memoryview(bytearray(CHUNK_BYTES))
-            self.answer.pace(self._stall_s, _MIN_BYTES_PER_S)
-        filled, limit, began = 0, min(max_bytes, CHUNK_BYTES), time.monotonic()
-        try:
-            while filled < limit and (count := self.answer.readinto(self._buffer[filled:limit])):
-                filled += count
-                if time.monotonic() - began > self._stall_s:
-                    break
-        except TimeoutError as error:
-            reason = str(error) if "stalled" in str(error) else f"no byte for {self._stall_s:g} s"
-            raise TransientError(f"{self.what}: {reason}") from error
-        except (*FAULTS, ValueError) as error:
-            raise TransientError(f"{self.what}: the connection failed: {type(error).__name__}: {error}") from error
-        return self._buffer[:filled]
 
 
 def _version(answer: StreamedResponse) -> str:

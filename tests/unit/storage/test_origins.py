@@ -99,8 +99,8 @@ def test_an_overload_is_told(server: OriginServer, scheme: str) -> None:
 
 
 def test_a_drip_is_a_stall(server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    response = http._Response
-    monkeypatch.setattr(http, "_Response", lambda connection, answer, stall_s: response(connection, answer, 0.1))
+    pace = http.StreamedResponse.pace
+    monkeypatch.setattr(http.StreamedResponse, "pace", lambda answer, stall_s, rate: pace(answer, 0.1, rate))
     server.faults.connection_bytes_per_s = 1e-3
     with pytest.raises(TransientError, match=r"no byte for|stalled"):
         read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 500_000)
