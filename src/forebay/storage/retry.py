@@ -88,12 +88,15 @@ class _Waits:
             if not self.all:
                 self.is_watched = False
                 return False
-            waits = {wait.thread: wait for wait in self.all.values()}  # The innermost of each thread.
-        for wait in waits.values():
+            waits = list(self.all.values())
+        innermost = {wait.thread: wait for wait in waits}
+        for wait in waits:
             elapsed_s = time.monotonic() - wait.began
             if elapsed_s < wait.next_s:
                 continue
             wait.next_s = elapsed_s + EVERY_S
+            if wait is not innermost[wait.thread]:
+                continue
             try:
                 if what := wait.what():
                     wait.log.warning("waiting for %s (%.0f s so far)", what, elapsed_s)

@@ -13,10 +13,12 @@ import pytest
 
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.fetch.downloads import download_large_file, plan_download
+from forebay.storage import retry
 from forebay.storage.base import ChangedError
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
 from support.origin_server import OriginServer
+from support.waiting import until
 
 MIB = 1 << 20
 CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
@@ -129,7 +131,7 @@ def test_another_version_of_an_object_is_an_error_and_begun_anew(
 
 
 def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, stop = tmp_path / "big", threading.Event()
     lock = try_acquire(tmp_path / ".big.lock")
@@ -139,11 +141,13 @@ def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
 
     def fall_silent():
         if len(server.paths) > 1:
+            until(lambda: f"waiting for big: 0 of {len(CONTENT)} bytes; no response yet" in caplog.text)
             stop.set()
             server.stopping.wait()
         return False
 
     monkeypatch.setattr(server, "too_many", fall_silent)
+    monkeypatch.setattr(retry, "FIRST_S", 0.0)
     with pytest.raises(NetworkError, match="cancelled"):
         download_large_file(server.url, "big", path, stop=stop)
     assert not path.exists()

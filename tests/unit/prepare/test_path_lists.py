@@ -21,7 +21,6 @@ from support.crawl import CRAWL, write_mirror
 from support.origin_server import OriginServer
 from support.preparing import prepare, read_lines
 from support.shared_data import shared_data
-from support.waiting import until
 
 WET = f"commoncrawl:{CRAWL}?kind=wet"
 LIST = f"crawl-data/{CRAWL}/wet.paths.gz"
@@ -76,31 +75,16 @@ def test_a_sample_requests_the_sampled_files_only(server: OriginServer, mirror: 
     assert prepare(mirror / LIST, tmp_path / "b", name="d", settings=settings).id == remote.id
 
 
-def test_a_server_in_trouble_is_waited_for(
-    server: OriginServer,
-    mirror: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_server_in_trouble_changes_nothing(
+    server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = prepare(mirror / LIST, tmp_path / "a", name="d")
     server.faults.drop = server.faults.truncate = 0.3
     turns, server.faults.retry_after = itertools.count(1), "0"
-
-    def too_many():
-        """Refuse each fourth request, once the client said that it waits."""
-        if next(turns) % 4:
-            return False
-        until(lambda: "waiting for" in caplog.text)
-        return True
-
-    monkeypatch.setattr(server, "too_many", too_many)
-    monkeypatch.setattr("forebay.storage.retry.FIRST_S", 0.005)
-    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(server, "too_many", lambda: not next(turns) % 4)
     for name in ("_OF_LISTED", "_OF_HTTP"):
         monkeypatch.setattr(remote_file, name, Patience(tries=1000, max_wait_s=0.02))
-    assert prepare(WET, tmp_path / "b", name="d").id == expected.id
-    assert server.statuses[503] and "waiting for" in caplog.text
+    assert prepare(WET, tmp_path / "b", name="d").id == expected.id and server.statuses[503]
 
 
 def test_files_that_are_refused_missing_or_without_room(
