@@ -95,8 +95,9 @@ class _Waits:
             if elapsed_s < wait.next_s:
                 continue
             wait.next_s = elapsed_s + EVERY_S
-            if wait is not innermost[wait.thread]:
-                continue
+            inner = innermost[wait.thread]
+            if inner is not wait and time.monotonic() - inner.began >= FIRST_S / 2:
+                continue  # It tells more.
             try:
                 if what := wait.what():
                     wait.log.warning("waiting for %s (%.0f s so far)", what, elapsed_s)
