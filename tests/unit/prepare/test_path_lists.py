@@ -75,7 +75,7 @@ def test_a_sample_requests_the_sampled_files_only(server: OriginServer, mirror: 
     assert prepare(mirror / LIST, tmp_path / "b", name="d", settings=settings).id == remote.id
 
 
-def test_a_server_in_trouble_changes_nothing(
+def test_a_server_in_trouble_is_waited_for(
     server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = prepare(mirror / LIST, tmp_path / "a", name="d")
