@@ -15,12 +15,16 @@ from forebay.storage.origins import open_origin
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An installed package with one plug-in, as `pip install` leaves it."""
-    (tmp_path / "my_plugins.py").write_text("class Mine:\n    pass\n\nbroken = 1\n\ndef open_mine(url, timeouts, **settings):\n    return url, settings\n")
+    (tmp_path / "my_plugins.py").write_text(
+        "class Mine:\n    pass\n\nbroken = 1\n\ndef open_mine(url, timeouts, **settings):\n    return url, settings\n"
+    )
     (tmp_path / "my_broken.py").write_text("1 / 0\n")
     metadata = tmp_path / "my_plugins-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugins\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[forebay.filters]\nmine = my_plugins:Mine\nbroken = my_broken:x\n[forebay.origins]\nmine = my_plugins:open_mine\n")
+    (metadata / "entry_points.txt").write_text(
+        "[forebay.filters]\nmine=my_plugins:Mine\nbroken=my_broken:x\n[forebay.origins]\nmine=my_plugins:open_mine\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     plugins.plugins.cache_clear()
     yield tmp_path

@@ -7,7 +7,7 @@ import pytest
 
 from forebay.cli import main
 from forebay.errors import NetworkError
-from forebay.storage.base import Timeouts
+from forebay.storage.base import Patience, Timeouts
 from forebay.storage.origins import open_remote
 from support.origin_server import OriginServer
 from support.token_slices import write_tokens
@@ -53,6 +53,6 @@ def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch: pytest.Monkey
     dataset = open_remote(server.url)
     monkeypatch.setattr(dataset.origin, "_timeouts", Timeouts(connect_s=60, stall_s=0.05))
     server.faults.black_hole = True
-    monkeypatch.setattr("forebay.storage.origins._MAX_WAIT_S", 0.01)
+    monkeypatch.setattr("forebay.storage.origins._PATIENCE", Patience(tries=5, max_wait_s=0.01))
     with pytest.raises(NetworkError, match="broke off"):
         dataset.verify()
