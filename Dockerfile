@@ -17,5 +17,5 @@ USER 10001:10001
 WORKDIR /work
 # FOREBAY_STATUS: the address of this container's node; FOREBAY_IDENTITY: its directory. Unset: always healthy.
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m \
-    CMD ["sh", "-c", "test -z \"$FOREBAY_STATUS\" || exec forebay status --json"]
+    CMD ["sh", "-c", "test -z \"$FOREBAY_STATUS\" || exec forebay status --json --probe"]
 ENTRYPOINT ["forebay"]

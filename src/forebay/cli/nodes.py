@@ -34,7 +34,7 @@ def _status(args: Namespace) -> int:
         print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
         return 0
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
-    is_healthy = not status.get("draining")
+    is_healthy = not status.get("draining") and (args.probe or not status.get("unserved"))
     if args.json:  # Also for probes, which repeat this every few seconds: the view imports much.
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
     else:
@@ -129,8 +129,10 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--access", "TOML: who may read what, how much a day (default: all)", type=file)
     p = add_node(verb, "find", _find, "list the data nodes of a dataset", timeout_s=10.0, timeout_of="the DHT")
     p.add("name", "name of the dataset", metavar="NAME")
-    p = verb("status", _status, "show the status of a node; exit 1 if it takes no requests")
+    about = "show the status of a node; exit 1 if it takes no requests, or no data node serves its job"
+    p = verb("status", _status, about)
     about = "scheduler, data node or coordinator; http://… without TLS, udp://… a DHT node (default: FOREBAY_STATUS)"
     p.add("address", about, nargs="?", default=os.environ.get("FOREBAY_STATUS"), metavar="HOST:PORT")
     add_identity(p)
     p.add("--timeout", "longest wait for the answer", type=seconds, default=2.0)
+    p.add_flag("--probe", "exit 1 only if it takes no requests: for what restarts a node")

@@ -519,6 +519,8 @@ class RunFetcher(Closing):
             for read in (partial(source.leaves, run.name, info), run.read_leaves) if not entry.has_leaves else ():
                 try:
                     leaves = read()
+                except TransientError:  # It would not send the chunks now, either.
+                    raise
                 except (DatasetError, NetworkError) as error:
                     reason = str(error) if reason == "got none" else f"{reason}; {error}"
                     continue

@@ -140,10 +140,11 @@ class LeaseFetches:
         self._origins: dict[str, Origin] = {}  # by URL
         self._rejected: dict[tuple[str, str], NetworkError | None] = {}  # (peer id or URL, slice) to why, if so
         self._num_misses, self._not_before = 0, 0.0
-        self._last_hit_at = time.monotonic()
+        self._starved_at: float | None = None
 
     def update(self) -> None:
         """Fetch the slices of new leases, and forget those of leases that ended: after each exchange, and later."""
+        self._check_supply(None)
         for started, _, _ in list(self._needs.values()):
             if started.ended and started.path is None:
                 self.release(started.grant)
@@ -207,7 +208,7 @@ class LeaseFetches:
             return
         entry = needs.groups[0].entry
         assert entry is not None
-        self._num_misses, self._last_hit_at = 0, time.monotonic()
+        self._num_misses = 0
         proof = prove(grant.lease_id, self._peer_id, entry.path, grant.bytes)
         with self._leases.locked() as state:
             if lease.path is not None or state.fetched(lease, entry.path, time.monotonic() - since, proof):
@@ -219,18 +220,40 @@ class LeaseFetches:
         while cause is not None and not isinstance(cause, (NetworkError, OSError)):  # A full disk may have space again.
             cause = cause.__cause__
         with self._leases.locked() as state:
-            state.fail(lease, str(error)) if isinstance(error, IntegrityError) else state.release(lease)
+            if isinstance(error, IntegrityError):
+                state.fail(lease, str(error))
+            else:
+                state.release(lease)
+                state.fault = str(error)
         self.release(lease.grant)
         if isinstance(error, IntegrityError):
             return
         self._num_misses += 1
-        is_over = self._num_misses >= 5 and time.monotonic() - self._last_hit_at > self._patience_s
         self._not_before = time.monotonic() + backoff_s(self._num_misses, 0.1, 2.0)
-        if is_over or cause is None:
-            if isinstance(error, NetworkError):
+        if cause is None:
+            self._end(error)
+        else:
+            self._check_supply(error)
+
+    def _check_supply(self, error: Exception | None) -> None:
+        """End the work once there was nothing to use for too long, since nobody sends it: for `error`, if given."""
+        now = time.monotonic()
+        with self._leases.locked() as state:
+            is_fed = any(lease.path is not None and not lease.is_spent for lease in state.leases)
+            waits = state.cause in ("paused", "barred", "leased") and not (error or state.fetching())
+            is_missed = self._num_misses > 0 and not waits
+            is_unserved = state.cause == "unserved"
+            is_starved = not is_fed and (is_unserved or is_missed)
+            reason = "; ".join(filter(None, (state.reason, state.fault)))
+        if not is_starved:
+            self._starved_at = None
+        elif self._starved_at is None:
+            self._starved_at = now
+        elif now - self._starved_at > self._patience_s and (error is not None or is_unserved):
+            if error is None or isinstance(error, NetworkError):
                 error = NetworkError(
-                    f"worker: no provider gave any slice for {self._patience_s:g} s, last {lease.grant.name}: {error}. "
-                    "Is a data node running?"
+                    f"worker: expected slices to use, got none for {self._patience_s:g} s: {reason.rstrip('.')}. Start "
+                    "a data node that has them (forebay serve)."
                 )
             self._end(error)
 

@@ -1,6 +1,7 @@
 """A scheduler's job, as a worker sees it: the connection to the scheduler, the job's settings, and its dataset.
 
-The dataset's manifest and table come from data nodes that the scheduler names, so a worker needs no DHT.
+The dataset's manifest and table come from data nodes that the scheduler names, so a worker needs no DHT; or from the
+scheduler itself, if none has them now.
 """
 
 import contextlib
@@ -10,12 +11,12 @@ import weakref
 from pathlib import Path
 
 from forebay.closing import Closing
-from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.errors import DatasetError, ForebayError, NetworkError, ProtocolError, UsageError
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS, Discovery
 from forebay.network.peer_dataset import PeerOrigin, join_dht, open_peers
-from forebay.network.peer_source import FromUrls
+from forebay.network.peer_source import FromUrls, PeerSource
 from forebay.network.pki.identity import Identity
 from forebay.storage.hosts import HostPort, parse_peer_address
 from forebay.storage.origins import RemoteDataset, read_dataset
@@ -63,15 +64,23 @@ class LeaseJob(Closing):
         self.dataset = self._open(origin, patience_s)
 
     def _open(self, origin: PeerOrigin, patience_s: float) -> RemoteDataset:
-        deadline, reason = time.monotonic() + patience_s, ""
-        with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {reason}"):
+        deadline, id, faults = time.monotonic() + patience_s, str(origin.id), list[ForebayError]()
+        with log_while_waiting(
+            log, lambda: f"data nodes of {self.name!r}: {faults[-1] if faults else 'no answer yet'}"
+        ):
             while True:
                 try:
-                    return read_dataset(origin, origin.id)
-                except NetworkError as error:
-                    reason = str(error)
-                    if time.monotonic() > deadline or self.scheduler.stop.wait(_RETRY_S):
-                        raise
+                    origin.claims(0.0)  # fails at once where nobody serves it
+                    return read_dataset(origin, id)
+                except (NetworkError, DatasetError) as error:
+                    faults.append(error)
+                with contextlib.suppress(NetworkError, DatasetError):
+                    if not origin.publishers:
+                        source = PeerSource(self.client, None, self.scheduler.addresses()[0], str, dataset_id=id)
+                        files = read_dataset(source, id)
+                        return RemoteDataset(origin, files.manifest, files.table, id)
+                if time.monotonic() > deadline or self.scheduler.stop.wait(_RETRY_S):
+                    raise faults[-1]
 
     @property
     def job_id(self) -> str:

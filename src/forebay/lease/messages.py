@@ -238,6 +238,8 @@ class ExchangeResult(_Reply):
         done: Nothing is left to lease, now or later. `paused`: there may be, but not now.
         num_left_out: Samples set aside in epochs that ended: no worker used them.
         report_cached: The scheduler does not know what this session has cached.
+        cause, reason: Why fewer leases than wanted were granted: paused; barred; leased (to others); unserved (no data
+            node has what is left); avoided (this worker failed on it lately). And the same as text.
     """
 
     uses: tuple[AcceptedUse, ...]
@@ -250,6 +252,8 @@ class ExchangeResult(_Reply):
     paused: bool = False
     report_cached: bool = False
     num_left_out: Count = 0
+    cause: str = ""
+    reason: str = ""
 
 
 def _checked_leases(leases: tuple[Lease, ...]) -> tuple[Lease, ...]:

@@ -134,7 +134,8 @@ class LeaseState:
 
     def __post_init__(self) -> None:
         self.counts = LeaseCounts()
-        self.done = self.paused = self.closed = self.is_yielding = False
+        self.done = self.closed = self.is_yielding = False
+        self.cause = self.reason = self.fault = ""  # why there is no lease, as the scheduler says; of the last fetch
         self.num_left_out = 0
         self.samples_per_s = 0.0
         self._request_s = self.receipt_s / 2
@@ -155,13 +156,12 @@ class LeaseState:
 
     def describe_wait(self) -> str:
         """What keeps the next step from starting, as text for a log line."""
-        if self.paused:
-            return "the scheduler's job, which is paused (`forebay job resume`)"
+        fault = f"; the last fault: {self.fault}" if self.fault else ""
         if names := self.fetching():
-            return f"{len(names)} slices to be fetched: {', '.join(names[:3])}"
+            return f"{len(names)} slices to be fetched: {', '.join(names[:3])}{fault}"
         if self._awaits_reply:
             return "an answer of the scheduler"
-        return "a lease; the scheduler has none free now, other workers have the rest"
+        return f"a lease: {self.reason or 'the scheduler has none free now'}{fault}"
 
     def fetching(self) -> list[str]:
         """The slices of leases of which nothing was taken, as they are still to be fetched."""
@@ -235,7 +235,7 @@ class LeaseState:
         """Its slice is in the cache and pinned; `proof` is for the scheduler. Whether the slice is still needed."""
         if lease.ended or self.closed:
             return False
-        lease.path, lease.proof = path, proof
+        lease.path, lease.proof, self.fault = path, proof, ""
         self._fetch_s += (took_s - self._fetch_s) * _NEW_WEIGHT
         return True
 
@@ -265,6 +265,7 @@ class LeaseState:
 
         `wrong`: it sent wrong bytes, and was not only late or unreachable. `rejected`: it is not asked for it again.
         """
+        self.fault = reason
         report = ProviderReport(peer_id, sha256, reason[:300], wrong)
         self._reports.append(report)
         if rejected:
@@ -325,7 +326,7 @@ class LeaseState:
         for lease in self._leases.values():
             lease.allowed_until = lease.stop
         self._release_unused()
-        self.paused, self.num_left_out = reply.paused, reply.num_left_out
+        self.cause, self.reason, self.num_left_out = reply.cause, reply.reason, reply.num_left_out
         wait_s = 0.0 if len(reply.leases) >= request.want else min(_MAX_WAIT_S, max(0.02, reply.wait_s))
         self._not_before = now + wait_s
         self.done = self.done or (reply.done and not self._leases)

@@ -55,8 +55,11 @@ class Discovery(Protocol):
         """Leave. May be repeated."""
 
 
-def record_key(network_id: str, kind: Literal["dataset", "scheduler", "revocations"], name: str) -> bytes:
-    """The DHT key (20 bytes) of a dataset's or a scheduler's name in one network; revocations have an empty name."""
+def record_key(network_id: str, kind: Literal["dataset", "family", "scheduler", "revocations"], name: str) -> bytes:
+    """The DHT key (20 bytes) of a dataset's or a scheduler's name in one network; revocations have an empty name.
+
+    A `family` is all datasets that extend one, by whose id they are found.
+    """
     return hashlib.sha1(f"forebay/2\n{network_id}\n{kind}\n{name}".encode(), usedforsecurity=False).digest()
 
 
@@ -107,12 +110,14 @@ def parse_claim(obj: Any, peer: Peer) -> Claim:
     return claim
 
 
-def read_claims(client: Client, address: str, name: str, timeout_s: float = ASK_TIMEOUT_S) -> list[Claim]:
-    """Valid claims on a dataset's name by the peer at an address; `address` of each is the queried one.
+def read_claims(
+    client: Client, address: str, name: str, timeout_s: float = ASK_TIMEOUT_S, *, dataset_id: str = ""
+) -> list[Claim]:
+    """Valid claims on a dataset's name, or on its id, by the peer at an address; `address` of each is the queried one.
 
     Malformed and forged claims are logged and left out.
     """
-    path = f"/v1/claims?name={quote(name, safe='')}"
+    path = f"/v1/claims?name={quote(name, safe='')}" + (f"&id={dataset_id}" if dataset_id else "")
     body, peer = client.request_json(address, "GET", path, timeout_s=timeout_s, max_bytes=MAX_CLAIMS_BYTES, role="data")
     items = body.get("claims")
     if not isinstance(items, list) or len(items) > MAX_CLAIMS:
@@ -124,42 +129,55 @@ def read_claims(client: Client, address: str, name: str, timeout_s: float = ASK_
         except ProtocolError as error:
             log.info("claim left out: peer_id=%s address=%s reason=%s", peer.peer_id, address, error)
             continue
-        if claim.name == name and peer.scope.covers(name) and now < claim.expires_at <= now + MAX_CLAIM_S:
+        is_asked = claim.name == name or claim.dataset_id == dataset_id
+        if is_asked and peer.scope.covers(claim.name) and now < claim.expires_at <= now + MAX_CLAIM_S:
             claims.append(replace(claim, address=address))
     return claims
 
 
 def find_providers(
-    discovery: Discovery, client: Client, network_id: str, name: str, timeout_s: float = 10.0
-) -> list[Claim]:
-    """Claims on a dataset's name, one per peer and dataset id, in order of peer id.
+    discovery: Discovery, client: Client, network_id: str, name: str, timeout_s: float = 10.0, dataset_id: str = "",
+    family: str = "",
+) -> list[Claim]:  # fmt: skip
+    """Claims on a dataset's name, or on its id, one per peer and dataset id, in order of peer id.
+
+    Where none of that name has the id, nodes of the `family` are asked, the id of the first dataset that it extends:
+    their datasets, of whatever name, may have all of its slices.
 
     All announced addresses are queried concurrently (see `ask_many`); those without a valid answer are logged and left
     out. Returns soon after the first valid answer. The DHT is queried for `timeout_s`, repeatedly while it gives only
     false addresses; the last answers may take 5 seconds more.
     """
-    key, deadline = record_key(network_id, "dataset", name), time.monotonic() + timeout_s
+    keys = [record_key(network_id, "dataset", name)]
+    if family:
+        keys.append(record_key(network_id, "family", family))
 
     def ask(host_port: HostPort) -> list[Claim] | None:
         address = join_address(*host_port)
         try:
-            return read_claims(client, address, name) or None
+            return read_claims(client, address, name, dataset_id=dataset_id) or None
         except NetworkError as error:
             log.info("providers of %s: %s left out: %s", name, address, error)
             return None
 
     asked: set[HostPort] = set()
     answers: list[list[Claim]] = []
-    while not answers:
-        addresses = discovery.find(key, max(0.0, deadline - time.monotonic()))
-        fresh = [address for address in addresses if address not in asked][: MAX_ADDRESSES - len(asked)]
-        if not fresh:
-            break
-        asked.update(fresh)
-        try:
-            answers = ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
-        except (OSError, RuntimeError) as error:  # no file descriptor or thread is available
-            raise NetworkError(f"providers of {name}: cannot query {len(fresh)} addresses: {error}") from error
+
+    def is_found() -> bool:
+        return any(dataset_id in ("", claim.dataset_id) for claims in answers for claim in claims)
+
+    for key in keys:
+        deadline = time.monotonic() + timeout_s / len(keys)
+        while not is_found():
+            addresses = discovery.find(key, max(0.0, deadline - time.monotonic()))
+            fresh = [address for address in addresses if address not in asked][: MAX_ADDRESSES - len(asked)]
+            if not fresh:
+                break
+            asked.update(fresh)
+            try:
+                answers += ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
+            except (OSError, RuntimeError) as error:  # no file descriptor or thread is available
+                raise NetworkError(f"providers of {name}: cannot query {len(fresh)} addresses: {error}") from error
     unique = {(claim.peer_id, claim.dataset_id): claim for claims in reversed(answers) for claim in claims}
     return [unique[key] for key in sorted(unique)]
 

@@ -31,6 +31,7 @@ from forebay.network.peer_source import (
 )
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import select_published
+from forebay.order.growth import ancestors
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, log, read_small, read_whole
 
 _FIND_S = 10.0
@@ -65,8 +66,7 @@ class PeerOrigin(Origin):
         self.client = Client(identity)
         self.discovery = discovery  # None before the first look-up, unless given
         self._lock = threading.Lock()
-        self._table: SliceTable | None = None
-        self._table_sha256 = ""
+        self._table_sha256 = self._family = ""
         self._opened: dict[str, Origin] = {}  # by URL
         self._sources: list[Origin] = []
         self._sources_of: list[Claim] = []
@@ -155,19 +155,18 @@ class PeerOrigin(Origin):
                 manifest = Manifest.from_json(data)
             except DatasetError:
                 return False
-            self._table_sha256 = manifest.table_sha256 if manifest.id == dataset_id else self._table_sha256
+            if manifest.id == dataset_id:
+                self._table_sha256 = manifest.table_sha256
+                self._family = next(iter(ancestors(manifest.lineage)), "")
             return manifest.id == dataset_id
         return name != TABLE_FILE or self._table_sha256 in ("", hashlib.sha256(data).hexdigest())
 
     def _look_up_sha256(self, name: str) -> str:
-        """Return the hash of a slice from the table, which is read at the first call."""
-        with self._lock:
-            table = self._table
-        if table is None:
+        """Return the hash of a slice from the table, which is read unless its dataset is open."""
+        if self.table is None:
             read_small(self, MANIFEST_FILE, MAX_MANIFEST_BYTES)  # has the hash of the table
-            table = SliceTable.from_parquet(read_small(self, TABLE_FILE, _MAX_TABLE_BYTES))
-            with self._lock:
-                self._table = table
+            self.table = SliceTable.from_parquet(read_small(self, TABLE_FILE, _MAX_TABLE_BYTES))
+        table = self.table
         index: int = pc.index(table.names, pa.scalar(name)).as_py()
         if index < 0:
             raise PermanentError(f"{self.url}: has no slice {name}")
@@ -179,8 +178,11 @@ class PeerOrigin(Origin):
             self.discovery = join_dht(self.identity)
             weakref.finalize(self, self.discovery.close)
         try:
-            claims = find_providers(self.discovery, self.client, self.identity.network_id, self.name, _FIND_S)
-            claims, unsigned = select_published(self.client, claims, self.publishers, self.id)
+            claims = find_providers(
+                self.discovery, self.client, self.identity.network_id, self.name, _FIND_S, self.id or "",
+                self._family or self.id or "",
+            )  # fmt: skip
+            claims, unsigned = select_published(self.client, claims, () if self._claims else self.publishers, self.id)
         except (NetworkError, OSError) as error:
             raise TransientError(f"{self.url}: cannot look for peers: {error}") from error
         ids = sorted({claim.dataset_id for claim in claims})

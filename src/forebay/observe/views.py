@@ -92,7 +92,8 @@ def job_view(status: Row, nodes: Rows) -> View:
         fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
     aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], sum(fetched.values())
-    notes = [f"{num_left_out:,} samples of slices set aside were not used"] if num_left_out else []
+    notes = [status["unserved"]] if status["unserved"] else []
+    notes += [f"{num_left_out:,} samples of slices set aside were not used"] if num_left_out else []
     notes += dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])
     figures = {
         "throughput": (rate, "tokens/s"), "workers": len(active) if workers else status["num_workers"],

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dataset.manifest import Manifest, SliceTable
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.lease.messages import Lease, LeaseGrant, ProviderReport
@@ -28,6 +28,7 @@ from forebay.network.peer import Provider
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import FromUrls, read_slice, verify_provider
 from forebay.network.publications import select_published
+from forebay.order.growth import ancestors
 from forebay.scheduler.core import ProviderFault
 from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.sessions import WorkerSession
@@ -52,14 +53,18 @@ class ManifestStore:
         """Store verified files; the manifest last, so that it is not there without its table."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_stale(self.directory)
-        for suffix, data in ((".parquet", table), (".json", manifest)):
-            atomic_write(self.directory / f"{expected_id}{suffix}", data, 0o600)
+        for name, data in ((TABLE_FILE, table), (MANIFEST_FILE, manifest)):
+            atomic_write(self.path(expected_id, name), data, 0o600)
+
+    def path(self, dataset_id: str, name: str) -> Path:
+        """Where the manifest or the table of a dataset is."""
+        return self.directory / f"{dataset_id}{Path(name).suffix}"
 
     def get(self, expected_id: str) -> tuple[Manifest, SliceTable] | None:
         """The stored files of a dataset; None if they are missing or corrupt."""
-        path = self.directory / f"{expected_id}.json"
+        manifest, table = (self.path(expected_id, name) for name in (MANIFEST_FILE, TABLE_FILE))
         try:
-            return parse(expected_id, path.read_bytes(), path.with_suffix(".parquet").read_bytes(), str(path))
+            return parse(expected_id, manifest.read_bytes(), table.read_bytes(), str(manifest))
         except (OSError, IntegrityError, DatasetError):
             return None
 
@@ -119,6 +124,7 @@ class Catalog:
         self.claims = list[Claim]()
         self._unsigned: list[str] = []
         self._state = "the DHT names none that answers"
+        self._family, self._accepted = "", set[str]()
 
     def find(self, wait_s: float, started: str) -> None:
         """Find the dataset; waits for a node that sends its manifest.
@@ -135,6 +141,7 @@ class Catalog:
             with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {self._state}"):
                 started, files = self._search(wait_s)
         self.manifest, self.table = files
+        self._family = next(iter(ancestors(self.manifest.lineage)), "")
         index = self._index_samples(started)
         self.identity = {name: index.describe()[name] for name in ("packing", "split")}  # of the job's samples
         self._first_ids = index.bases + index.offsets
@@ -189,16 +196,20 @@ class Catalog:
 
     def _find_claims(self, dataset_id: str, timeout_s: float = ASK_S) -> list[Claim]:
         """The data nodes that serve the dataset now."""
-        claims = find_providers(self.discovery, self.client, self.network_id, self.name, timeout_s=timeout_s)
+        claims = find_providers(
+            self.discovery, self.client, self.network_id, self.name, timeout_s, dataset_id, self._family or dataset_id
+        )
         claims = [claim for claim in claims if claim.is_whole and dataset_id in ("", claim.dataset_id)]
-        signed, self._unsigned = select_published(self.client, claims, self.publishers, dataset_id)
+        publishers = () if dataset_id in self._accepted else self.publishers
+        signed, self._unsigned = select_published(self.client, claims, publishers, dataset_id)
+        self._accepted.update(claim.dataset_id for claim in signed)
         return signed
 
     def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
         base, peer = f"/v1/datasets/{claim.dataset_id}", claim.peer_id
         get = partial(self.client.get_bytes, claim.address, expect_peer=peer)
-        manifest = get(f"{base}/manifest.json", MAX_MANIFEST_BYTES)
-        table = get(f"{base}/slices.parquet", MAX_TABLE_BYTES)
+        manifest = get(f"{base}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES)
+        table = get(f"{base}/{TABLE_FILE}", MAX_TABLE_BYTES)
         parsed = parse(claim.dataset_id, manifest, table, f"peer {peer}")
         self.store.put(claim.dataset_id, manifest, table)
         return parsed
@@ -209,7 +220,7 @@ class Catalog:
 
     def _is_confirmed(self, claim: Claim) -> bool:
         try:
-            current = read_claims(self.client, claim.address, claim.name)
+            current = read_claims(self.client, claim.address, claim.name, dataset_id=claim.dataset_id)
         except (NetworkError, UsageError):
             return False
         return any((c.peer_id, c.dataset_id) == (claim.peer_id, claim.dataset_id) for c in current)

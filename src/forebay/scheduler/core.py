@@ -76,7 +76,8 @@ class SchedulerCore:
         self._quotas = PeerQuotas(self.sessions, len(spec.samples))
         self._caches = SessionCaches(self.sessions, self.table.free, self.swarm)
         self._num_ids = 0
-        self._has_origins = False
+        self._served_at: float | None = None  # when a data node was seen last; None: not yet
+        self._is_served: bool | None = None  # whether one is here; None: the caller names none
         # (worker, slice) to when the worker may have it again, after it failed on it or released it.
         self._avoided: dict[tuple[str, int], float] = {}
         self._events: list[Event] = []  # of the call in progress
@@ -131,10 +132,11 @@ class SchedulerCore:
         active, lost = self._check_known(session, lease_ids, now)
         done = self.table.done
         session.knows_done, session.silent_until = done, now + wait_s
+        cause, reason = self._explain(session, now) if len(grants) < request.want else ("", "")
         result = ExchangeResult(
             tuple(accepted), active, tuple(grants), wait_s, done, tuple(refused), tuple(lost),
             paused=self.paused and not done, report_cached=session.cached is None and not done,
-            num_left_out=self.num_left_out,
+            num_left_out=self.num_left_out, cause=cause, reason=reason,
         )  # fmt: skip
         return result, self._take_events()
 
@@ -277,11 +279,36 @@ class SchedulerCore:
             return grants, 0.0
         return grants, 1.0 if self.paused or self.table.done else round(self.table.wait(session, now), 3)
 
+    def _explain(self, session: WorkerSession, now: float) -> tuple[str, str]:
+        """Why a session gets no more leases now: `ExchangeResult.cause` and `reason`."""
+        table, text = self.table, self.unserved(now)
+        barred_s = self._quotas.of(session.key[0]).barred_until - now
+        if table.done:
+            return "", ""
+        if self.paused:
+            return "paused", "the job is paused (`forebay job resume`)"
+        if barred_s > 0:
+            return "barred", f"this node did not use its leases, and gets none for {barred_s:.0f} s"
+        if table.used + table.leased + table.num_aside == table.num_samples:
+            return "leased", f"other workers have the rest ({len(table.leases) - len(session.leases)} leases)"
+        return (
+            ("unserved", text) if text else ("avoided", "what is left was tried here in vain; it is tried again soon")
+        )
+
+    def unserved(self, now: float) -> str:
+        """That no data node serves the dataset, as text; "" if one does, or none is needed."""
+        if self._is_served is not False or self.table.done:
+            return ""
+        seen = "none was seen since the scheduler started"
+        if self._served_at is not None:
+            seen = f"last seen {now - self._served_at:.0f} s ago"
+        return f"no data node serves {self.spec.name!r}; {seen}"
+
     def _choose(self, session: WorkerSession, now: float) -> SampleRange | None:
         if self.paused:
             return None
         worker = session.key[0]
-        offers = self.swarm.offers(worker, now) if self._has_origins else None
+        offers = self.swarm.offers(worker, now) if self._is_served is not None else None
         if offers is not None and offers.is_all:
             offers = None
 
@@ -432,7 +459,10 @@ class SchedulerCore:
 
         After the first call a slice is leased only to workers that have it, or that can be sent to a provider of it.
         """
-        self._has_origins = True
+        self._is_served = bool(origins)
+        self._served_at = now if origins else self._served_at
+        if not origins:
+            self.swarm.leave_origins()
         for origin in origins:
             self.swarm.join(origin, None, now)
 

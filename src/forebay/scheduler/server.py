@@ -22,10 +22,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
-from forebay.network.app import ApiError, JsonResponse, Metric, make_app, peer_of, role, source_of
+from forebay.network.app import ApiError, JsonResponse, Metric, file_response, make_app, peer_of, role, source_of
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
@@ -145,7 +146,7 @@ class SchedulerService:
     def left_out(self) -> str:
         """A line about unused samples and what was set aside; "" if all are used."""
         with self._lock:
-            job = status.job_status(self._open_journal().core)
+            job = status.job_status(self._open_journal().core, time.monotonic())
         return status.left_out_line(job) if job["num_left_out"] else ""
 
     def start(self) -> None:
@@ -233,7 +234,15 @@ class SchedulerService:
             except NetworkError as error:
                 log.warning("scheduler %s: looking for providers failed: %s", self.name, error)
             with self._lock:
+                was_unserved = self._unserved()
                 self._add_origins()
+                unserved = self._unserved()
+            if bool(was_unserved) != bool(unserved):
+                text = unserved or f"data nodes serve {self.name!r} again"
+                log.warning("scheduler %s: %s", self.name, text)
+
+    def _unserved(self) -> str:
+        return self._open_journal().core.unserved(time.monotonic())
 
     async def _run_expiry(self) -> None:
         interval_s = min(1.0, self._catalog.spec.lease_s / 4)
@@ -317,6 +326,10 @@ class SchedulerService:
             summary="Report uses and cached slices, and get leases.",
         )(self._exchange)  # fmt: skip
         app.get("/v1/job", summary="The job's data and settings.")(self._read_job)
+        app.get(
+            "/v1/datasets/{dataset_id}/{name}", response_class=Response,
+            summary="manifest.json or slices.parquet of the job's dataset, for workers that no data node sends it.",
+        )(self._read_file)  # fmt: skip
         app.get("/v1/status", summary="The progress of the job, its workers and providers.")(self._read_status)
         admin = partial(app.post, openapi_extra=role("admin"))
         admin("/v1/job/pause", summary="Grant no new leases.")(self._pause)
@@ -401,6 +414,13 @@ class SchedulerService:
         self._check_job(peer_of(request))
         return JsonResponse(self._catalog.describe_job(self._open_journal().job_id))
 
+    async def _read_file(self, request: Request, dataset_id: str, name: str) -> Response:
+        self._check_job(peer_of(request))
+        if dataset_id != self._catalog.spec.dataset_id or name not in (MANIFEST_FILE, TABLE_FILE):
+            raise ApiError(404, "unknown_file", f"this scheduler has no {name[:80]!r} of {dataset_id[:80]}")
+        path = self._catalog.store.path(dataset_id, name)
+        return file_response(request, path, path.stat().st_size)
+
     async def _read_status(self, request: Request) -> Response:
         """The status; workers, events and reports are for administrators."""
         peer = peer_of(request)
@@ -418,7 +438,7 @@ class SchedulerService:
 
     def _metrics(self) -> list[Metric]:
         with self._lock:
-            job = status.job_status(self._open_journal().core)
+            job = status.job_status(self._open_journal().core, time.monotonic())
             return status.metrics(job, len(self._activity.workers), self._num_exchanges, self._core_s)
 
     async def _administer(
@@ -431,7 +451,7 @@ class SchedulerService:
             self.identity.record_event(verb, job=self.name, by=peer.peer_id)
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
         with self._lock:
-            return JsonResponse(status.job_status(self._open_journal().core))
+            return JsonResponse(status.job_status(self._open_journal().core, time.monotonic()))
 
     async def _pause(self, request: Request) -> Response:
         return await self._administer(request, "pause", lambda core: core.pause(True))

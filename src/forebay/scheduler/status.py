@@ -11,8 +11,8 @@ from forebay.scheduler.core import SchedulerCore
 MAX_WORKERS_SHOWN = 1000
 
 
-def job_status(core: SchedulerCore) -> dict[str, Any]:
-    """The progress of the job; samples count over all epochs, slices in this one."""
+def job_status(core: SchedulerCore, now: float) -> dict[str, Any]:
+    """The progress of the job; samples count over all epochs, slices in this one. `unserved`: that it stands still."""
     state, table, spec = "paused" if core.paused else "running", core.table, core.spec
     if core.table.done:
         state = "incomplete" if core.num_left_out else "done"
@@ -23,7 +23,7 @@ def job_status(core: SchedulerCore) -> dict[str, Any]:
         "slices_used": len(table.samples) if table.done else table.num_used_slices,
         "slices_leased": len(table.leases), "idle": len(table.waiting), "num_left_out": core.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(core.reasons.items())],
-        "done": core.table.done and not core.num_left_out,
+        "done": core.table.done and not core.num_left_out, "unserved": core.unserved(now),
     }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def full_status(
     latest = sorted(activity.workers.items(), key=lambda item: item[1].seen_at, reverse=True)
     rates = [usage.rate(now) for _, usage in latest]
     return {
-        **job_status(core),
+        **job_status(core, now),
         "seq_len": catalog.seq_len,
         "lease_s": core.spec.lease_s,
         "num_bytes": int(catalog.table.bytes.sum()),
@@ -98,6 +98,8 @@ def job_line(job: Mapping[str, Any]) -> str:
         line += f"; {job['num_left_out']:,} samples of slices set aside were not used"
     if job["state"] not in ("done", "incomplete"):
         line += f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle"
+    if job["unserved"]:
+        line += f"; {job['unserved']}"
     return line
 
 

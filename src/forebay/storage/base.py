@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from forebay.dataset.manifest import SliceInfo
+from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
 from forebay.storage.retry import backoff_s, log_while_waiting
@@ -93,6 +93,7 @@ class Origin(Protocol):
 
     url: str  # for messages; contains no secret
     is_last: bool = False  # whether it is asked only where no other source can be
+    table: SliceTable | None = None  # of the dataset there, once that is open
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes [start, stop) of an object; each chunk is valid until the next is requested.

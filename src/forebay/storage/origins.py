@@ -122,7 +122,7 @@ class RemoteDataset(Dataset):
 
     def __init__(self, origin: Origin, manifest: Manifest, table: SliceTable, id: str) -> None:
         super().__init__(Path(origin.url), manifest, table, id)
-        self.origin, self.url = origin, origin.url
+        self.origin, self.url, origin.table = origin, origin.url, table
         self.has_peers = origin.url.startswith("forebay://")
         self._leaves = OrderedDict[int, bytes]()  # Of slices that were not asked for yet.
         self._have_leaves = np.zeros(len(table), bool)

@@ -12,11 +12,11 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -54,7 +54,7 @@ log = logging.getLogger("forebay.share")
 
 @dataclass(frozen=True)
 class SliceFile:
-    """The file of a slice; `num_bytes` is from the dataset's table."""
+    """The file of a slice of one dataset; `num_bytes` is from the dataset's table."""
 
     path: Path
     num_bytes: int
@@ -72,6 +72,8 @@ class SharedDataset:
     files: Mapping[str, bytes | Path]  # small files by name: manifest and table at least
     own_flags: Callable[[], BOOL] | None = None  # [num_slices] slices it has; None: all, or those at `url`
     url: str = ""
+    family: str = ""  # the first of the datasets that it extends
+    is_earlier: bool = False  # a version that a dataset served here extends: it is claimed where its id is asked
 
     def num_cached(self) -> int | None:
         """Return how many slices the server itself has; None: all."""
@@ -129,8 +131,8 @@ class SliceServer(ABC):
         self._announcer.join(1.0)
         return is_drained
 
-    def claims(self, peer: Peer, name: str | None = None) -> list[dict[str, Any]]:
-        """Return signed claims of the datasets, or those of one name, that a peer's certificate covers."""
+    def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[dict[str, Any]]:
+        """Return signed claims of the datasets, or those of one name or id, that a peer's certificate covers."""
         expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
         return [
             Claim(
@@ -138,7 +140,8 @@ class SliceServer(ABC):
                 shared.num_cached(), shared.url,
             ).to_json(self.identity)
             for shared in list(self._shared.values())
-            if name in (None, shared.name) and peer.scope.covers(shared.name)
+            if (shared.dataset_id == dataset_id or (name in (None, shared.name) and not shared.is_earlier))
+            and peer.scope.covers(shared.name)
         ]  # fmt: skip
 
     def find_dataset(self, peer: Peer, dataset_id: str) -> SharedDataset:
@@ -149,13 +152,23 @@ class SliceServer(ABC):
         return shared
 
     @abstractmethod
-    def find_slice(self, sha256: str) -> SliceFile | None:
-        """Return the file of a slice; None if there is none."""
+    def find_slice(self, sha256: str) -> Sequence[SliceFile]:
+        """Return the files of a slice, one of each dataset that has it."""
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         """Raise ApiError if a peer may not get so many bytes of a dataset; else count them."""
         if not peer.scope.covers(dataset):
             raise ApiError(403, "not_covered", f"the certificate of {peer.peer_id} does not cover {dataset!r}")
+
+    def check_slice(self, peer: Peer, files: Sequence[SliceFile], num_bytes: int) -> None:
+        """As `check`, of a slice: the rules of one of the datasets that have it must allow it."""
+        refusals = []
+        for file in files:
+            try:
+                return self.check(peer, file.dataset, file.dataset_id, num_bytes)
+            except ApiError as error:
+                refusals.append(error)
+        raise refusals[0]
 
     def metrics(self) -> Iterable[Metric]:
         """Return metrics in addition to those of every server."""
@@ -181,9 +194,14 @@ class SliceServer(ABC):
         if self.discovery is None:
             return
         failure = ""
-        for name in dict.fromkeys(shared.name for shared in list(self._shared.values())):
+        names: dict[tuple[Literal["dataset", "family"], str], None] = {}
+        for shared in list(self._shared.values()):
+            names["dataset", shared.name] = None
+            if shared.family:
+                names["family", shared.family] = None
+        for kind, name in names:
             try:
-                self.discovery.announce(record_key(self.identity.network_id, "dataset", name), self.port)
+                self.discovery.announce(record_key(self.identity.network_id, kind, name), self.port)
             except (NetworkError, OSError) as error:
                 failure = f"{name}: {error}"
                 log.warning("announcing %s failed, trying again in %g s: %s", name, self.ttl_s / 3, error)
@@ -234,11 +252,11 @@ class SliceShare(SliceServer, Closing):
         if os.getpid() == self._pid:
             self.stop(timeout_s)
 
-    def find_slice(self, sha256: str) -> SliceFile | None:
+    def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         size_and_name = self.slices.get(sha256)
         if size_and_name is None or (path := self._index.get(sha256)) is None or not path.is_file():
-            return None
-        return SliceFile(path, *size_and_name)
+            return ()
+        return (SliceFile(path, *size_and_name),)
 
     def _count(self, peer: Peer, num_bytes: int) -> None:
         self.bytes_sent += num_bytes
@@ -259,16 +277,15 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
     }
 
     @app.get("/v1/claims", response_model=ClaimsReply, summary="Signed claims of what this node has.")
-    async def read_claims(request: Request, name: str | None = None) -> Response:
-        return JsonResponse({"claims": server.claims(peer_of(request), name)})
+    async def read_claims(request: Request, name: str | None = None, id: str | None = None) -> Response:
+        return JsonResponse({"claims": server.claims(peer_of(request), name, id)})
 
     @app.get("/v1/slices/{sha256}", response_class=Response, responses=ranged, summary="A slice, or a range of it.")
     async def read_slice(request: Request, sha256: str) -> Response:
-        file = server.find_slice(sha256)
-        if file is None:
+        if not (files := server.find_slice(sha256)):
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
-        response = file_response(request, file.path, file.num_bytes)
-        server.check(peer_of(request), file.dataset, file.dataset_id, response.stop - response.start)
+        response = file_response(request, files[0].path, files[0].num_bytes)
+        server.check_slice(peer_of(request), files, response.stop - response.start)
         return response
 
     @app.get(
@@ -276,15 +293,14 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         summary="The SHA-256 of each chunk of a slice, 32 bytes each.",
     )  # fmt: skip
     async def read_chunks(request: Request, sha256: str, chunk_bytes: int) -> Response:
-        file = server.find_slice(sha256)
-        if file is None or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
-        server.check(
-            peer_of(request), file.dataset, file.dataset_id, num_chunks(file.num_bytes, chunk_bytes) * HASH_BYTES
-        )
-        root, leaves = await run_in_threadpool(_hash_once, file.path, chunk_bytes)
+        unknown = ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
+        files = server.find_slice(sha256)
+        if not files or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+            raise unknown
+        server.check_slice(peer_of(request), files, num_chunks(files[0].num_bytes, chunk_bytes) * HASH_BYTES)
+        root, leaves = await run_in_threadpool(_hash_once, files[0].path, chunk_bytes)
         if root != sha256:
-            raise ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
+            raise unknown
         return Response(leaves, media_type=BINARY)
 
     @app.get(

@@ -86,6 +86,11 @@ class Swarm:
         self._members.remove(peer_id)
         self.penalties.leave(peer_id)
 
+    def leave_origins(self) -> None:
+        """Remove all origins."""
+        for holder in [holder for holder in self._providers.values() if holder.is_origin]:
+            self.leave(holder.peer_id)
+
     def expire(self, now: float) -> list[str]:
         """Remove members that sent nothing for `ttl_s`, and end overdue downloads. Returns their ids."""
         self._end_overdue(now)

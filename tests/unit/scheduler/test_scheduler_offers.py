@@ -66,3 +66,38 @@ def test_a_session_remembers_the_leases_that_it_returned() -> None:
     exchange(core, "a", known_leases=(grant.lease_id,), failed=(FailedLease(grant.lease_id, "torn"),))
     session = core.sessions.all["a", ""]
     assert not session.leases and grant.slice in set(session.leased())
+
+
+def test_a_worker_is_told_why_it_gets_no_lease() -> None:
+    core = make_core(2)
+    (used,) = exchange(core, "a", 0.0, want=1).leases
+    assert exchange(core, "a", 0.0).cause == ""
+    core.add_origins([], 3.0)
+
+    def told(worker, now, **fields):
+        reply = exchange(core, worker, now, want=1, **fields)
+        assert not reply.leases and reply.reason
+        return reply.cause
+
+    assert told("b", 7.0) == "unserved"
+    assert core.unserved(7.0) == exchange(core, "b", 7.0, want=1).reason == "no data node serves 'x'; last seen 7 s ago"
+    core.add_origins([ORIGIN], 8.0)
+    assert not core.unserved(8.0)
+    (other,) = exchange(core, "b", 8.0, want=1).leases
+    assert told("c", 8.0) == "leased"
+    core.pause(True)
+    assert told("c", 8.0) == "paused"
+    core.pause(False)
+    assert told("b", 8.0, release=(other.lease_id,)) == "avoided"
+    core.bar("b", 8.0)
+    assert told("b", 9.0) == "barred"
+    core.add_origins([], 9.0)
+    exchange(core, "a", 9.0, uses=(full_use(used),))
+    exchange(
+        core,
+        "d",
+        9.0,
+        cached={"x0": f"{other.slice}"},
+        uses=tuple(map(full_use, exchange(core, "d", 9.0, want=1, cached={"x0": f"{other.slice}"}).leases)),
+    )
+    assert core.table.done and not core.unserved(10.0)
