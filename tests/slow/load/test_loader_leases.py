@@ -86,7 +86,7 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
         read(holder, 1, first)  # It has the only slice of the books.
         waiting = threading.Thread(target=use_mixture)
         waiting.start()
-        until(lambda: mixture.stats().get("fetched_slices", 0) >= 2)
+        until(lambda: mixture.stats()["fetched_chunks"] >= 2)
         seen = []
         reading = threading.Thread(target=read, args=(other, len(expected) - 8, seen))
         reading.start()

@@ -1,6 +1,7 @@
 """The swarm over real sockets: who is dialled back, who never is, what vanished, and two versions of a name."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError
 from forebay.fetch.cache import ChunkCache
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.transfers import FileTransfer
 from forebay.mirror import mirror_by_swarm
 from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
@@ -46,35 +49,49 @@ def remote(world: Path, name: str, *addresses: str, query: str = "") -> RemoteDa
     return open_remote(f"forebay://test/{NAME}{query}", identity=world / name, discovery=discovery)
 
 
-def member(world: Path, name: str, node: DataNode, folder: dict[str, Path], share: bool) -> SwarmMember:
-    dataset = remote(world, name, node.address)
+@pytest.fixture
+def fetcher() -> Iterator[RunFetcher]:
+    with RunFetcher(4) as fetcher:
+        yield fetcher
+
+
+Member = tuple[SwarmMember, RunFetcher, dict[str, Path]]
+
+
+@contextmanager
+def member(world: Path, name: str, node: DataNode, fetcher: RunFetcher, share: bool) -> Iterator[Member]:
+    dataset, folder = remote(world, name, node.address), {}
     hashes = [dataset.table.row(index).sha256 for index in range(SLICES)]
-    return SwarmMember(dataset, folder, lambda: np.array([folder.get(h) is not None for h in hashes]), share=share)
+    flags = lambda: np.array([folder.get(h) is not None for h in hashes])  # noqa: E731
+    with SwarmMember(dataset, folder, flags, fetcher.wake, share=share) as joined:
+        yield joined, fetcher, folder
 
 
-def take_all(swarm_member: SwarmMember, folder: dict[str, Path], out: Path) -> None:
+def take_all(member: Member, out: Path) -> None:
+    joined, fetcher, folder = member
     out.mkdir()
     for index in range(SLICES):
-        transfer = swarm_member.reader.fetch(index, out / f"{index}.part")
-        transfer.on_done(lambda done: folder.__setitem__(done.info.sha256, done.part))
+        row, part = joined.reader.table.row(index), out / f"{index}.part"
+        transfer = FileTransfer(fetcher, row, part, joined.origin(index)).start()
         assert transfer.wait() and transfer.error is None
+        folder[row.sha256] = part
+        joined.reader.release(index, True)
 
 
 def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
-    world: Path, node: DataNode, tmp_path: Path
+    world: Path, node: DataNode, tmp_path: Path, fetcher: RunFetcher
 ) -> None:
-    folders = [{} for _ in range(3)]
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
-    with member(world, "b", node, folders[0], share=False) as leech:
-        take_all(leech, folders[0], tmp_path / "leech")
+    with member(world, "b", node, fetcher, share=False) as leech:
+        take_all(leech, tmp_path / "leech")
         assert swarm.copies().max() == 0 and swarm.status()["unreachable"] == 1
-        with member(world, "a", node, folders[1], share=True) as sharer:
-            take_all(sharer, folders[1], tmp_path / "sharer")
-            assert sharer.reader.stats()["from_origins"] == SLICES
+        with member(world, "a", node, fetcher, share=True) as sharer:
+            take_all(sharer, tmp_path / "sharer")
+            assert sharer[0].reader.stats()["from_origins"] == SLICES
             until(lambda: int(swarm.copies().min()) == 1)
-            with member(world, "c", node, folders[2], share=True) as late:
-                take_all(late, folders[2], tmp_path / "late")
-                assert late.reader.stats()["from_peers"] == SLICES
+            with member(world, "c", node, fetcher, share=True) as late:
+                take_all(late, tmp_path / "late")
+                assert late[0].reader.stats()["from_peers"] == SLICES
     until(lambda: len(swarm) == 1)  # All left, the node is still there.
 
 
@@ -87,13 +104,12 @@ def test_an_address_where_somebody_else_listens_is_not_believed(world: Path, nod
 
 
 def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
-    world: Path, node: DataNode, tmp_path: Path
+    world: Path, node: DataNode, tmp_path: Path, fetcher: RunFetcher
 ) -> None:
-    folder = {}
-    with member(world, "a", node, folder, share=True) as sharer:
-        take_all(sharer, folder, tmp_path / "first")
+    with member(world, "a", node, fetcher, share=True) as sharer:
+        take_all(sharer, tmp_path / "first")
         node.stop(0.0)
-        late = remote(world, "b", node.address, sharer.share.address)
+        late = remote(world, "b", node.address, sharer[0].share.address)
         report, figures = mirror_by_swarm(late, tmp_path / "late", share=True, linger_s=0.0)
         assert report.complete and figures["from_peers"] == SLICES and figures["from_origins"] == 0
     assert open_dataset(tmp_path / "late").verify(workers=1).ok
