@@ -4,7 +4,8 @@ Hides retries with back-off, a resume where a connection was cut, servers that k
 is read at the version (ETag or time) with which it was listed: each response is compared, so that a file that changes
 is an error, never a mixture. (A server that sends neither is not checked.)
 
-Files of the hub, and those that are read at random, share the last 64 MiB of blocks, so that the passes over a Parquet
+Files of the hub, and those that are read at random, share the last 64 MiB of blocks (8 MiB for each that is open, if
+that is more), so that the passes over a Parquet
 file (footer, heads of pages, pages) request each byte once. A stream that reads on has up to eight requests of 1 MiB
 under way, so that latency does not bound the speed (8 MiB in 50 ms: 160 MB/s).
 
@@ -69,7 +70,7 @@ _TIMEOUTS = Timeouts(30.0, 30.0)
 _BUFFER_BYTES = 256 << 10
 _OUTSIDE_BYTES = 64 << 10  # of a request for bytes that are not of the part that is read
 BLOCK_BYTES = 1 << 20
-MAX_BLOCKS = 64
+MAX_BLOCKS, _STREAM_BLOCKS = 64, 8  # in all, or for each stream that is open if that is more
 _MAX_AHEAD = 8
 _MAX_GAP_BLOCKS = 4  # skipped by a stream that reads on: the other columns of a row group
 _SCHEMES = ("http", "https", *BUCKET_SCHEMES)
@@ -148,6 +149,8 @@ class RemoteStream(io.RawIOBase):
         self._body: Iterator[memoryview] = iter(())
         self._pending = memoryview(b"")
         self._last_block = self._num_ahead = 0
+        if blocks is not None:
+            blocks.num_streams += 1
 
     def readable(self) -> bool:
         return True
@@ -180,6 +183,8 @@ class RemoteStream(io.RawIOBase):
 
     def close(self) -> None:
         self._body = iter(())  # The end of its generator closes the connection.
+        if self._blocks is not None:
+            self._blocks.num_streams -= not self.closed
         super().close()
 
     def _next_chunk(self, stop: int) -> memoryview:
@@ -342,6 +347,7 @@ class BlockCache:
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[str, str, int, int, int], Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
+        self.num_streams = 0  # That are open: they share the blocks.
         at_fork(self)
 
     def after_fork(self) -> None:
@@ -366,7 +372,7 @@ class BlockCache:
                     except RuntimeError as error:  # no thread can be started now: the reader of the block raises it
                         block.set_exception(error)
                 self._blocks.move_to_end(key)
-            while len(self._blocks) > MAX_BLOCKS:
+            while len(self._blocks) > max(MAX_BLOCKS, _STREAM_BLOCKS * self.num_streams):
                 self._blocks.popitem(last=False)
             requested = self._blocks[url, version, start, stop, index]
         return requested.result()

@@ -146,9 +146,10 @@ class DocumentSequence:
 class TextEncoder:
     """Texts to one run of tokens, each with its BOS and EOS; an empty text gives none."""
 
-    def __init__(self, tokenizer: TokenizerFile) -> None:
+    def __init__(self, tokenizer: TokenizerFile, lanes: int = 1) -> None:
         self._tokenizer = tokenizer
-        self.next_bytes = FIRST_BYTES  # How much text to bring next.
+        self._max_bytes = MAX_BYTES // lanes  # Of each of the lanes that it encodes.
+        self.next_bytes = min(FIRST_BYTES, self._max_bytes)  # How much text to bring next.
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -156,7 +157,7 @@ class TextEncoder:
 
     def encode(self, texts: list[bytes], counts: dict[str, int]) -> Array:
         """Return the tokens, in the tokenizer's type [T]; `counts` grows by what they were."""
-        self.next_bytes = min(2 * self.next_bytes, MAX_BYTES)
+        self.next_bytes = min(2 * self.next_bytes, self._max_bytes)
         tokenizer, dtype = self._tokenizer, self._tokenizer.numpy_dtype
         before, after = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
         parts: list[Any] = [np.zeros(0, dtype)]

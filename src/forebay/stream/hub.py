@@ -22,7 +22,7 @@ from forebay.prepare.inputs import resolve_format
 from forebay.prepare.sources import open_with_library, source_at
 from forebay.storage.hub_copies import HubCopy
 from forebay.storage.hub_splits import PREFIX, HubSplit, find_split
-from forebay.stream.records import ALL_RECORDS, FileRecords, Share
+from forebay.stream.records import ALL_RECORDS, LANES, FileRecords, Share
 
 HUB = "hf:"
 _ROWS = 256  # Read together by index: 0.3 us a row from Arrow where one by one takes 60.
@@ -100,6 +100,10 @@ class ObjectRecords:
         shards = size if kind == "index" else getattr(dataset, "num_shards", None)
         name = f"{type(dataset).__module__}.{type(dataset).__name__}"
         self.identity = f"{name}:{shards if isinstance(shards, int) else '?'}"
+
+    def max_lanes(self) -> int:
+        """As `FileRecords.max_lanes`."""
+        return LANES[0] if self.size >= LANES[0] ** 2 else 1
 
     def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> "ObjectReading":
         """As `FileRecords.open`; the order is the object's own, which is given the epoch if it takes one."""

@@ -5,6 +5,7 @@ an epoch: the tokens that remain there are counted as `tail_tokens`.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer,
 from forebay.stream.hub import Records
 from forebay.stream.records import Share
 from forebay.stream.state import LaneState
+
+_PART_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,17 @@ class Lane:
         tokens, tail = state.tokens[state.offset : stop + 1], len(state.tokens) - stop
         if num_tokens < required and tail < length * last:
             counts = {**state.counts, "tail_tokens": state.counts["tail_tokens"] + tail}
-            self.state = LaneState(state.epoch + 1, tokens=state.tokens[:0], counts=counts)
+            self.state = LaneState(state.epoch + 1, state.taken + size, tokens=state.tokens[:0], counts=counts)
             self.close()
         else:
-            self.state = replace(state, offset=stop)
+            self.state = replace(state, taken=state.taken + size, offset=stop)
         return tokens, size
+
+    def read_to(self, taken: int) -> Iterator[int]:
+        """Read on until so many samples were given out in the run; yields how many after each part."""
+        while self.state.taken < taken:
+            self.take(min(_PART_SAMPLES, taken - self.state.taken))
+            yield self.state.taken
 
     def close(self) -> None:
         """Close the files. May be called twice."""

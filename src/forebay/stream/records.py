@@ -29,7 +29,10 @@ MIN_SHARE_BYTES = 1 << 20
 """Files with fewer bytes for each lane are read by all lanes, each of which takes every `lanes`-th record."""
 RUN_FILES = 1000
 """Files of the hub are shuffled in runs of so many: a page of its listing, so that the first is known at once."""
+LANES = (24, 20, 16, 12, 8, 6, 4, 3, 2)
+"""Numbers of lanes for worlds that change: those that many world sizes divide."""
 _MAX_LOAD = 1.05  # of a lane, over the mean, where whole files are dealt
+_MAX_EXCESS = 1.15  # of a lane, over the mean, where their number is chosen
 _log = logging.getLogger("forebay.stream")
 _START = (0, 0, -1, 0, 0)
 
@@ -56,6 +59,10 @@ class FilePart:
     borders: tuple[int, ...] = ()  # (): the file is not divided.
     index: int = 0
     share: Share = ALL_RECORDS
+
+    @property
+    def bytes(self) -> int:
+        return self.borders[self.index + 1] - self.borders[self.index] if self.borders else self.file.bytes
 
     def splits(self, options: ReadOptions) -> tuple[list[InputSplit], Share]:
         """What to read, and the records of it to take.
@@ -114,13 +121,7 @@ def share_files(files: Sequence[InputFile], share: Share) -> list[FilePart]:
         if first <= lane <= first + len(inside):
             borders = (0, *inside, size) if inside else ()
             parts.append(replace(part, borders=borders, index=lane - first))
-    if len(owned) == lanes:
-        return parts
-    _log.warning(
-        "stream: %d files that cannot be divided are too few for %d lanes: each lane reads all of them and takes its "
-        "share of the records. Write more files, or uncompressed ones.", len(files), lanes,
-    )  # fmt: skip
-    return everything
+    return parts if len(owned) == lanes else everything
 
 
 def is_divisible(file: InputFile) -> bool:
@@ -139,17 +140,41 @@ class FileRecords:
     def __init__(self, identity: str, options: ReadOptions, runs: Callable[[int], Iterable[list[InputFile]]]) -> None:
         self.identity, self._options, self._runs = identity, options, runs
 
+    def max_lanes(self) -> int:
+        """Return the max_part lanes of which each reads a part of its own, of about the same size; at least 1."""
+        files, options = next(iter(self._runs(RUN_FILES)), []), self._options
+        for lanes in sorted({*LANES, min(LANES[0], len(files))}, reverse=True) if files else ():
+            shares = [share_files(files, Share(lane, lanes)) for lane in range(lanes)]
+            loads = [sum(part.bytes for part in parts) for parts in shares]
+            largest = _MAX_EXCESS * sum(loads) / lanes
+            max_part = max((part for parts in shares for part in parts), key=lambda part: len(part.borders))
+            share = max_part.share
+            if max_part.borders:  # One file stands for all that are divided.
+                pieces = divide_file(resolve_format(max_part.file, options), options, max_part.borders)
+                loads += [piece.bytes for piece in pieces if piece]
+                _, share = max_part.splits(options)
+            if max(loads) <= largest and share.lanes == 1:
+                return lanes
+        return 1
+
     def open(self, epoch: int, key: bytes | None, position: Any = None, share: Share = ALL_RECORDS) -> "FileReading":
         """Open a share of an epoch's records from a position, or its beginning; a key fixes the order of the files."""
-        parts: list[FilePart] = []
+        parts, lanes = list[FilePart](), share.lanes
         # In the order of the files the first one is enough to begin.
-        runs = iter(self._runs(RUN_FILES if key or share.lanes > 1 else 1))
+        runs = iter(self._runs(RUN_FILES if key or lanes > 1 else 1))
 
         def part_at(index: int) -> FilePart | None:
             while index >= len(parts) and (run := next(runs, None)) is not None:
                 order = np.arange(len(run), dtype=np.uint64)
                 order = order if key is None else permute(order, len(run), key)
-                parts.extend(share_files([run[i] for i in order.tolist()], share))
+                shared = share_files([run[i] for i in order.tolist()], share)
+                if shared and shared[0].share.lanes > 1 and sum(file.bytes for file in run) >= lanes * MIN_SHARE_BYTES:
+                    _log.warning(
+                        "stream: %d files that cannot be divided are too few for %d lanes: each lane reads all of "
+                        "them and takes its share of the records. Write more files, or uncompressed ones.",
+                        len(run), lanes,
+                    )  # fmt: skip
+                parts.extend(shared)
             return parts[index] if index < len(parts) else None
 
         return FileReading(part_at, self._options, check_position(position))

@@ -20,10 +20,10 @@ import zstandard
 from forebay.arrays import Array
 from forebay.errors import StateError
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 COUNTS = ("documents", "text_bytes", "tokens", "empty", "malformed", "tail_tokens")
 _INTEGERS = ("step", "run_step", "samples_taken")
-_LANE_INTEGERS = ("epoch", "records", "draws")
+_LANE_INTEGERS = ("epoch", "taken", "records", "draws")
 _LEVEL = 3  # 31 MB of English: 0.17 s, to a third; level 1 0.10 s and half as large again, level 6 0.57 s.
 
 
@@ -32,6 +32,7 @@ class LaneState:
     """What a lane goes on from."""
 
     epoch: int = 0  # The next sample's.
+    taken: int = 0  # Samples given out since the run began.
     records: int = 0  # Sound ones read in the epoch.
     draws: int = 0  # Choices of the shuffle buffer in the epoch.
     position: Any = None  # Where reading goes on; None: at the epoch's beginning.
@@ -79,9 +80,9 @@ class LaneState:
 class StreamState:
     """What a stream goes on from: the numbers of the next batch, and the lanes that the rank reads."""
 
-    step: int = 0  # Of the epoch; with several lanes, of the run.
+    step: int = 0  # Of the epoch; of a run without epochs, of the run.
     run_step: int = 0  # Batches since the run began.
-    samples_taken: int = 0  # By all ranks together, in the epoch; with several lanes, in the run.
+    samples_taken: int = 0  # By all ranks together, in the epoch; of a run without epochs, in the run.
     lanes: Mapping[int, LaneState] = field(default_factory=dict)  # Those that have begun, by number.
 
     @property
@@ -100,10 +101,10 @@ class StreamState:
 
     @classmethod
     def from_dicts(cls, states: Any, identity: Mapping[str, Any], lanes: Iterable[int], dtype: Any) -> StreamState:
-        """Return the inverse of `to_dict` for some of the lanes, whose states are in one or several dicts.
+        """Return the inverse of `to_dict`, of one dict or of several with other lanes.
 
         Raises:
-            StateError: If the states are malformed, of different steps, or lack a lane.
+            StateError: If the states are malformed, of different steps, or lack one of `lanes`.
         """
         states = states if isinstance(states, list) and states else [states]
         merged: dict[str, Any] = {}
@@ -128,8 +129,9 @@ class StreamState:
                 f"stream state: expected the lanes {sorted(lanes)} that this rank reads, got {sorted(merged)}. Each "
                 "rank's state has its own lanes: give the states of all ranks, load_state_dict([state, ...])."
             )
-        chosen = {number: LaneState.from_dict(merged[str(number)], dtype) for number in lanes if str(number) in merged}
-        return cls(**_integers(states[0], _INTEGERS), lanes=chosen)
+        numbers = [number for number in range(identity["lanes"]) if str(number) in merged]
+        parsed = {number: LaneState.from_dict(merged[str(number)], dtype) for number in numbers}
+        return cls(**_integers(states[0], _INTEGERS), lanes=parsed)
 
 
 def _integers(values: Mapping[Any, Any], names: Iterable[Any]) -> dict[Any, int]:

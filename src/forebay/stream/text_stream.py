@@ -7,7 +7,7 @@ its format holds it, 1 MiB of text being encoded; and `prefetch_batches` + 2 bat
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import gcd
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.arrays import BOOL, I64
 from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
@@ -32,6 +33,8 @@ from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
 
 _HUB_URL = "hf://datasets/"
+_MAX_EXCESS = 1.5
+_MAX_FACTOR = 1.1  # times that the ranks may fetch the text together
 _IDENTITY = ("lanes", "text_key", "shuffle_documents", "shuffle_bytes", "warmup_documents", "drop_last")
 _log = logging.getLogger("forebay.stream")
 
@@ -59,7 +62,7 @@ class TextStream(RunningSource[NumpyTokens]):
             any iterable of mappings (or strings; but a list of strings is paths) that starts again each time.
         tokenizer: As `forebay prepare --tokenizer` names it, or one that was loaded.
         seq_len: Tokens of a sample, L.
-        batch_size: Samples of a rank's batch. Or `global_batch_size`: of all ranks' together; exactly one is given.
+        batch_size: Samples of a rank's batch. Or `global_batch_size`: of all ranks' together; exactly one is requested.
         rank, world_size: By default the environment's RANK and WORLD_SIZE, or 0 and 1.
         seed: Any integer; fixes the order of files and documents.
         shuffle: Whether files and documents are mixed; else they come in the order of the input.
@@ -92,23 +95,18 @@ class TextStream(RunningSource[NumpyTokens]):
         for name, value in (("seq_len", seq_len), ("epochs", epochs), ("steps", steps)):
             check_integer(name, value, 1)
         options = options or StreamOptions()
-        self.rank, self.world_size = rank_of_world(rank, world_size)
-        self.lanes = lanes = options.lanes or self.world_size
-        self.options = options = replace(
-            options, lanes=lanes, drop_last=bool(options.drop_last) and lanes == 1,
-            shuffle_documents=options.shuffle_documents if shuffle else 0,
-        )  # fmt: skip
+        rank, world_size = rank_of_world(rank, world_size)
+        self._requested, lanes = options, options.lanes or world_size
         check_integer("global_batch_size", global_batch_size, 1)
-        self._global_batch = size = batch_sizes(batch_size, global_batch_size, self.world_size).largest
-        self.global_batch_sizes = [(0, size)]
-        if self.lanes > 1 and size % self.world_size:
+        size = batch_sizes(batch_size, global_batch_size, world_size).largest
+        if lanes > 1 and size % world_size:
             raise UsageError(
-                f"global_batch_size: expected a multiple of the world size, {self.world_size}, with {self.lanes} "
+                f"global_batch_size: expected a multiple of the world size, {world_size}, with {lanes} "
                 f"lanes, got {size}. Give batch_size, or StreamOptions(lanes=1)."
             )
-        if self.lanes > 1 and steps is None and epochs is not None:
+        if lanes > 1 and steps is None and epochs is not None:
             raise UsageError(
-                f"steps: expected the number of batches, as {self.lanes} lanes are not equally long, got None: ranks "
+                f"steps: expected the number of batches, as {lanes} lanes are not equally long, got None: ranks "
                 "that train in step would wait for the others at an epoch's end. Give steps=, or epochs=None for no "
                 "end, or StreamOptions(lanes=1), with which every rank reads everything."
             )
@@ -120,20 +118,82 @@ class TextStream(RunningSource[NumpyTokens]):
         self.vocab_size, self._epochs = self.tokenizer.vocab_size, epochs
         self.num_steps = steps
         """Batches of the run; None without an end."""
-        self._own_lanes = range(
-            self.rank % gcd(self.world_size, self.lanes), self.lanes, gcd(self.world_size, self.lanes)
-        )
         read, paths = ReadOptions(text_key=options.text_key, format=options.format), inputs
         if isinstance(inputs, str | Path):
             paths = [] if str(inputs).startswith((HUB, _HUB_URL)) else [inputs]
         is_files = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
         self._records: Records = find_records(paths, read) if is_files else records_of(inputs, read)
-        self._encoder = TextEncoder(self.tokenizer)
         self.position = StreamState()
+        self.lane_states: dict[int, LaneState] = {}
+        """States of lanes that this rank does not read, of this position or an earlier one."""
         self._malformed: list[Malformed] = []
+        self._moves = False  # Between worlds.
+        self._set_world(rank, world_size, size, lanes)
         self._inputs, self._times, self.title = inputs, MakingTimes(), "text stream"
         self._is_remote = not is_files or any("://" in str(path) for path in paths)
         self._reset()
+
+    def _set_world(self, rank: int, world_size: int, global_batch_size: int, lanes: int) -> None:
+        self.rank, self.world_size, self.lanes = rank, world_size, lanes
+        self._global_batch, self.global_batch_sizes = global_batch_size, [(0, global_batch_size)]
+        requested, share = self._requested, 1 if self._requested.lanes or not self._moves else lanes
+        self._is_endless = lanes > 1 or self._epochs is None  # No batch ends with an epoch.
+        self.options = replace(
+            requested, lanes=lanes, drop_last=bool(requested.drop_last) and not self._is_endless,
+            shuffle_documents=-(-requested.shuffle_documents // share) if self.shuffle else 0,
+            shuffle_bytes=requested.shuffle_bytes // share,
+            warmup_documents=None if requested.warmup_documents is None else -(-requested.warmup_documents // share),
+        )  # fmt: skip
+        # Samples of the rank with most, over the mean; ranks have whole lanes, or parts of one.
+        excess = world_size / lanes * (-(-lanes // world_size) if world_size <= lanes else 1 / (world_size // lanes))
+        is_near = share > 1 and excess <= _MAX_EXCESS and global_batch_size >= 2 * world_size
+        self._by_lane = excess == 1 or is_near
+        step = min(world_size, lanes) if self._by_lane else gcd(world_size, lanes)
+        self._own_lanes, self._factor = range(rank % step, lanes, step), world_size / step
+        self._encoder = TextEncoder(self.tokenizer, len(self._own_lanes))
+
+    def join_world(self, rank: int, world_size: int, global_batch_size: int, samples_taken: int) -> None:
+        """Continue at a sample of the run as a rank of another world: the run's samples are the same in all worlds.
+
+        Unless options.lanes is given, the text is divided into as many lanes as its format permits, up to 24, which
+        mix `shuffle_documents` together. Where the world size does not divide them, ranks differ by a lane, and their
+        batches in size (`weight`); or read lanes of each other, if one rank would read 1.5 times its share. Lanes of
+        which no state is known are read again from their beginning, see `read_on`.
+
+        Args:
+            rank, world_size: From now on.
+            global_batch_size: Samples of all ranks' batches together; a multiple of the world size.
+            samples_taken: The run's samples before the next batch.
+        """
+        self.close()
+        lanes = self._requested.lanes or (self.lanes if self._moves else self._records.max_lanes())
+        self._moves = True
+        self.lane_states |= self.position.lanes
+        before, self.position = self._factor, StreamState(samples_taken=samples_taken)
+        self._set_world(rank, world_size, global_batch_size, lanes)
+        if self._factor > _MAX_FACTOR and self._factor != before:
+            _log.warning(
+                "stream: %d ranks together fetch the text %.1f times: it has %d parts that can be read alone. Write "
+                "more files, or uncompressed ones.", world_size, self._factor, lanes,
+            )  # fmt: skip
+
+    def learn(self, state: Any) -> None:
+        """Keep the lanes of another rank's state as known. Raises StateError."""
+        lanes = StreamState.from_dicts(state, self._identity(), (), self.tokenizer.numpy_dtype).lanes
+        for number, lane in lanes.items():
+            earlier = self.lane_states.get(number)
+            if earlier is None or not lane.taken <= earlier.taken <= self._num_taken(self.position, number):
+                self.lane_states[number] = lane
+
+    def read_on(self) -> Iterator[int]:
+        """Read this rank's lanes on to the position where a state is missing; yields after each part of it."""
+        lanes = self._open_lanes(self.position)
+        try:
+            yield from self._read_on(self.position, lanes)
+            self.position = replace(self.position, lanes={number: lane.state for number, lane in lanes.items()})
+        finally:
+            for lane in lanes.values():
+                lane.close()
 
     @property
     def epoch(self) -> int:
@@ -174,10 +234,16 @@ class TextStream(RunningSource[NumpyTokens]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
 
-        It has the lanes that this rank reads. With one lane it is the same on every rank, and one rank's is enough to
-        keep; else keep that of each. `position` is the same as it is in memory: free to take at every step.
+        It has the lanes that this rank reads, or read before `join_world`. With one lane it is the same on every rank,
+        and one rank's is enough to keep; else keep that of each. `position` is the same as it is in memory: free to
+        take at every step.
         """
-        return self.position.to_dict(self._identity())
+        position, step = self.position, 1 + self._global_batch // self.lanes
+        if self._is_endless:
+            lanes = {**self.lane_states, **position.lanes}
+            near = {n: lane for n, lane in lanes.items() if 0 <= self._num_taken(position, n) - lane.taken <= step}
+            position = replace(position, lanes=near)
+        return position.to_dict(self._identity())
 
     def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Continue from `state`: the next batch is the one that followed it, also of an iteration that is going on.
@@ -189,7 +255,9 @@ class TextStream(RunningSource[NumpyTokens]):
         Raises:
             StateError: If a state is malformed, or of other inputs or arguments, or lacks a lane.
         """
-        self.seek(StreamState.from_dicts(state, self._identity(), self._own_lanes, self.tokenizer.numpy_dtype))
+        position = StreamState.from_dicts(state, self._identity(), self._own_lanes, self.tokenizer.numpy_dtype)
+        own = {number: lane for number, lane in position.lanes.items() if number in self._own_lanes}
+        self.seek(replace(position, lanes=own))
 
     def seek(self, position: StreamState) -> None:
         """Continue from the `position` of this stream, or of one that differs in batch size, rank or world size alone.
@@ -210,7 +278,7 @@ class TextStream(RunningSource[NumpyTokens]):
 
         def open_batches(convert: Convert | None, prefetch: int | None) -> Batches:
             self.close()  # One iteration at a time: a running `for` goes on from its position.
-            start = StreamState(lanes={0: LaneState(epoch)} if self.lanes == 1 else {})
+            start = StreamState(lanes={} if self._is_endless else {0: LaneState(epoch)})
             for batch, _ in islice(self._batches(start, epoch + 1), count):
                 yield batch if convert is None else convert(batch)
 
@@ -272,7 +340,7 @@ class TextStream(RunningSource[NumpyTokens]):
             "tokenizer": self.tokenizer.sha256,
             "eos_id": self.tokenizer.eos_id,
             "bos_id": self.tokenizer.bos_id,
-            "global_batch_size": self._global_batch,
+            "global_batch_size": None if self._is_endless else self._global_batch,
             **{name: getattr(self, name) for name in ("seq_len", "seed", "shuffle")},
             **{name: getattr(self.options, name) for name in _IDENTITY},
         }
@@ -281,17 +349,12 @@ class TextStream(RunningSource[NumpyTokens]):
         self, state: StreamState, stop_epoch: int | None
     ) -> Generator[tuple[NumpyTokens, StreamState], None, None]:
         """The batches after `state`, each with the state after it; of one lane up to an epoch."""
-        lanes = {
-            number: Lane(
-                self._records, Share(number, self.lanes), self._encoder, self.options,
-                state.lanes.get(number, LaneState()), seq_len=self.seq_len, seed=self.seed, shuffle=self.shuffle,
-                malformed=self._malformed, times=self._times,
-            )
-            for number in self._own_lanes
-        }  # fmt: skip
+        lanes = self._open_lanes(state)
         try:
+            for _ in self._read_on(state, lanes):
+                pass
             while (self.num_steps is None or state.run_step < self.num_steps) and (
-                self.lanes > 1 or stop_epoch is None or state.epoch < stop_epoch
+                self._is_endless or stop_epoch is None or state.epoch < stop_epoch
             ):
                 batch, state = self._batch(state, lanes)
                 yield batch, state
@@ -299,42 +362,74 @@ class TextStream(RunningSource[NumpyTokens]):
             for lane in lanes.values():
                 lane.close()
 
+    def _open_lanes(self, state: StreamState) -> dict[int, Lane]:
+        """This rank's lanes at the last known state that is not after `state`."""
+
+        def begin(number: int) -> LaneState:
+            states = (state.lanes.get(number), self.lane_states.get(number))
+            usable = [lane for lane in states if lane and lane.taken <= self._num_taken(state, number)]
+            return max(usable, key=lambda lane: lane.taken, default=LaneState())
+
+        return {
+            number: Lane(
+                self._records, Share(number, self.lanes), self._encoder, self.options,
+                begin(number) if self._is_endless else state.lanes.get(number, LaneState()),
+                seq_len=self.seq_len, seed=self.seed, shuffle=self.shuffle,
+                malformed=self._malformed, times=self._times,
+            )
+            for number in self._own_lanes
+        }  # fmt: skip
+
+    def _num_taken(self, state: StreamState, number: int) -> int:
+        """Samples of a lane among those that were taken."""
+        return max(0, -(-(state.samples_taken - number) // self.lanes))
+
+    def _read_on(self, state: StreamState, lanes: dict[int, Lane]) -> Iterator[int]:
+        for number, lane in lanes.items() if self._is_endless else ():
+            if lane.state.taken < (stop := self._num_taken(state, number)):
+                _log.info("stream: lane %d is read again from sample %d to %d", number, lane.state.taken, stop)
+            yield from lane.read_to(stop)
+
+    def _is_own(self, first: int, slots: I64) -> BOOL:
+        """Which slots of the global batch from sample `first` on are this rank's."""
+        numbers = owners = slots if self.lanes == 1 else first + slots
+        if self._by_lane:
+            turns, lanes = np.divmod(numbers, self.lanes)
+            owners = lanes + self.lanes * (turns % np.maximum(1, -((lanes - self.world_size) // self.lanes)))
+        own: BOOL = owners % self.world_size == self.rank
+        return own
+
     def _batch(self, state: StreamState, lanes: dict[int, Lane]) -> tuple[NumpyTokens, StreamState]:
         """The next batch: this rank's samples, each next to its lane's slot in the global batch."""
-        size, world_size, epoch = self._global_batch, self.world_size, state.epoch
-        rows = np.empty((max(1, len(range(self.rank, size, world_size))), self.seq_len + 1), self._dtype)
+        size, world_size, epoch, first = self._global_batch, self.world_size, state.epoch, state.samples_taken
+        places = np.flatnonzero(self._is_own(first, np.arange(size)))
+        length = self.seq_len
+        rows = np.empty((max(1, len(places)), length + 1), self._dtype)
         for number, lane in lanes.items():
-            slot = (number - state.samples_taken) % self.lanes
+            slot = (number - first) % self.lanes
             while slot < size:
                 tokens, count = lane.take(len(range(slot, size, self.lanes)))
-                self._fill(rows, slot, count, tokens)
+                slots = slot + self.lanes * np.arange(count)
+                own = np.flatnonzero(self._is_own(first, slots))
+                if not (self._is_endless or len(own)):
+                    own = np.zeros(1, np.int64)  # The sample of a rank that has none, which does not count.
+                targets, stops = np.searchsorted(places, slots[own]), (own + 1) * length
+                rows[targets, :length] = tokens[own[:, None] * length + np.arange(length)]
+                labels = tokens[np.minimum(stops, len(tokens) - 1)].astype(np.int64)
+                rows[targets, length] = np.where(stops < len(tokens), labels, IGNORE_INDEX)  # At an epoch's end.
                 slot += count * self.lanes
-                if self.lanes == 1:  # A batch ends with the epoch.
+                if not self._is_endless:  # A batch ends with the epoch.
                     size = slot
-        places = np.arange(self.rank, size, world_size)
+        places = places[places < size]
         weight = len(places) * world_size / size
-        # A rank without a sample in an epoch's last step gets another one, which does not count.
         rows = rows[: len(places) or 1]
         after = StreamState(
-            state.step + 1, state.run_step + 1, state.samples_taken + size,
-            {number: lane.state for number, lane in lanes.items()},
-        )  # fmt: skip
-        if self.lanes == 1 and after.epoch > epoch:
+            state.step + 1, state.run_step + 1, first + size, {number: lane.state for number, lane in lanes.items()}
+        )
+        if not self._is_endless and after.epoch > epoch:
             after = StreamState(run_step=after.run_step, lanes=after.lanes)
-        ids = state.samples_taken + places
         batch = TokenBatch(
-            inputs=rows[:, :-1], labels=rows[:, 1:], sample_ids=ids, epoch=epoch, step=state.run_step,
+            inputs=rows[:, :-1], labels=rows[:, 1:], sample_ids=first + places, epoch=epoch, step=state.run_step,
             epoch_step=state.step, weight=weight,
         )  # fmt: skip
         return batch, after
-
-    def _fill(self, rows: Any, slot: int, count: int, tokens: Any) -> None:
-        """Write this rank's samples of a lane, which has every `lanes`-th slot of a global batch from `slot` on."""
-        slots, length = slot + self.lanes * np.arange(count), self.seq_len
-        own = np.flatnonzero(slots % self.world_size == self.rank)
-        if self.lanes == 1 and not len(own):
-            own = np.zeros(1, np.int64)  # the sample of a rank that has none
-        targets, stops = slots[own] // self.world_size, (own + 1) * length
-        rows[targets, :length] = tokens[: count * length].reshape(count, length)[own]
-        labels = tokens[np.minimum(stops, len(tokens) - 1)].astype(np.int64)
-        rows[targets, length] = np.where(stops < len(tokens), labels, IGNORE_INDEX)  # an epoch's end without a tail

@@ -5,7 +5,6 @@ our own counter-based generator: any rank makes it at any time, no global genera
 changes it.
 """
 
-import copy
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import I64, U64
-from forebay.errors import StateError, UsageError
+from forebay.errors import StateError
 from forebay.load.arguments import rank_of_world
 from forebay.load.batch import NumpyTokens, TokenBatch
 from forebay.order.bijection import derive_key, permute, random_words
@@ -39,8 +38,7 @@ class Batches:
 
     Args:
         name: For the log; `about`: the data in a line.
-        open_stream: Called with rank, world_size and batch_size; returns a `TextStream`, or what has its `seq_len`,
-            `vocab_size`, `lanes`, `position`, `seek`, `state_dict`, `load_state_dict`, `close` and iteration.
+        open_stream: Called with rank, world_size and batch_size; returns a `TextStream`, or what has its methods.
     """
 
     name: str
@@ -54,16 +52,13 @@ class Batches:
     def __post_init__(self) -> None:
         for argument, value in (("num_batches", self.num_batches), ("batch_size", self.batch_size)):
             check_integer(argument, value, 1)
-        self._open(self.rank, self.world_size)
-        self.seq_len, self.vocab_size = int(self._stream.seq_len), int(self._stream.vocab_size)
+        self.rank, self.world_size = rank_of_world(self.rank, self.world_size)
+        self.stream = self.open_stream(rank=self.rank, world_size=self.world_size, batch_size=self.batch_size)
+        self._num_yielded, self._resumes = 0, False
+        self.seq_len, self.vocab_size = int(self.stream.seq_len), int(self.stream.vocab_size)
         self.sample_ids: I64 = np.zeros(0, np.int64)
         self.epoch = self._logged_epoch = 0
-        self._start = self.position()
-
-    def _open(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank_of_world(rank, world_size)
-        self._stream = self.open_stream(rank=self.rank, world_size=self.world_size, batch_size=self.batch_size)
-        self._num_yielded, self._resumes = 0, False
+        self._start = self.stream.position
 
     @property
     def effective_batch_size(self) -> int:
@@ -74,37 +69,14 @@ class Batches:
         """The data in one line, for logs."""
         return self.about
 
-    def position(self) -> Any:
-        """The position after the last batch, for `seek` of this object or of one that `reshard` returned; cheap."""
-        return self._stream.position
-
-    def seek(self, position: Any) -> None:
-        """Continue at a position."""
-        self._stream.seek(position)
-
-    def rewind(self) -> None:
-        """Seek the first batch."""
-        self.seek(self._start)
-
-    def reshard(self, rank: int, world_size: int) -> "Batches":
-        """The same samples from the same position on, for a rank of another world. This object is closed.
-
-        UsageError if the data has several lanes: a rank's position has no other lanes than its own.
-        """
-        if self._stream.lanes > 1 and (rank, world_size) != (self.rank, self.world_size):
-            raise UsageError(
-                f"lanes: expected 1 where workers come and go, got {self._stream.lanes}: a rank has no state of other "
-                f"ranks' lanes. Give lanes=1, or {self.world_size} ranks throughout."
-            )
-        self.close()
-        other = copy.copy(self)
-        other._open(rank, world_size)
-        other.seek(self.position())
-        return other
+    def join_world(self, rank: int, world_size: int, samples_taken: int) -> None:
+        """Continue at a sample of the run as a rank of another world: the same samples, read by other ranks."""
+        self.rank, self.world_size = rank, world_size
+        self.stream.join_world(rank, world_size, self.effective_batch_size, samples_taken)
 
     def endless(self) -> Generator[NumpyTokens, None, None]:
         """This rank's batches from the position on, without end."""
-        with closing(iter(self._stream)) as batches:
+        with closing(iter(self.stream)) as batches:
             for batch in batches:
                 if batch.epoch > self._logged_epoch:
                     self._logged_epoch = batch.epoch
@@ -120,7 +92,7 @@ class Batches:
         """The batches as NumPy arrays, with `sample_ids`, `epoch` and `step`."""
         if not self._resumes:
             self._num_yielded = 0
-            self.rewind()
+            self.stream.seek(self._start)
         self._resumes = False
         with closing(self.endless()) as batches:
             while self._num_yielded < self.num_batches:
@@ -141,21 +113,19 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, as plain JSON values."""
-        return {"given": self._num_yielded, "stream": self._stream.state_dict()}
+        return {"given": self._num_yielded, "stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the next iteration at `state`. StateError if it is of other data or arguments."""
         count, stream = (state.get(name) if isinstance(state, dict) else None for name in ("given", "stream"))
         if type(count) is not int or count < 0 or not isinstance(stream, dict):
             raise StateError(f"dataset state: expected what state_dict() gives, got {str(state)[:80]}.")
-        if self._stream.lanes == 1:
-            stream = {**stream, "global_batch_size": self.effective_batch_size}
-        self._stream.load_state_dict(stream)
+        self.stream.load_state_dict(stream)
         self._num_yielded, self._resumes = count, True
 
     def close(self) -> None:
         """End threads, close files. May be called twice."""
-        self._stream.close()
+        self.stream.close()
 
 
 def dummy_samples(sample_ids: I64, *, seed: int, seq_len: int, vocab_size: int) -> I64:
@@ -192,8 +162,6 @@ class DummyDataset(Batches):
 class _DummyStream:
     """The stream of a DummyDataset. `position`: the number of samples of all ranks up to here."""
 
-    lanes = 1
-
     seq_len: int
     vocab_size: int
     seed: int
@@ -205,6 +173,15 @@ class _DummyStream:
 
     def seek(self, position: int) -> None:
         self.position = int(position)
+
+    def join_world(self, rank: int, world_size: int, global_batch_size: int, samples_taken: int) -> None:
+        self.rank, self.world_size, self.position = rank, world_size, samples_taken
+
+    def learn(self, state: Any) -> None:
+        """Every rank knows all samples."""
+
+    def read_on(self) -> Iterator[int]:
+        return iter(())
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 WAIT_S = 1.0  # of one request for a value at the coordinator
-MAX_POSITION_BYTES = 64 << 20  # of the position in the data, which is sent with the state
+MAX_POSITION_BYTES = 64 << 20  # of a rank's places in the data
 MAX_STATE_RATIO = 8  # of an optimizer's state to the model's bytes; Adam's is 2
 Meet = Callable[[str, bytes | None, float], bytes | None]
 
@@ -124,27 +124,18 @@ class Collective:
         if is_source:
             torch.save(optimizer.state_dict(), data)
         own = [*model.parameters(), *model.buffers()]
-        size = torch.tensor([len(data.getvalue())], dtype=torch.int64, device=self._device)
         with self._losing("shared weights"), torch.no_grad():
             received = [tensor.detach().clone() for tensor in own]
             for tensor in received:
                 dist.broadcast(tensor, source)
-            dist.broadcast(size, source)
             max_bytes = MAX_STATE_RATIO * sum(tensor.nbytes for tensor in own) + MAX_POSITION_BYTES
-            if not 0 <= int(size) <= max_bytes:
-                raise RuntimeError(f"the source announced {int(size):,} bytes of state, more than {max_bytes:,}")
-            body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-            if is_source:
-                body.copy_(torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8))
-            dist.broadcast(body, source)
+            body = self._broadcast(data.getvalue(), source, max_bytes)
             dist.barrier()
         if is_source:
             return
         with self._losing("shared weights"):
             try:  # before any weight is replaced
-                state = torch.load(
-                    io.BytesIO(body.cpu().numpy().tobytes()), map_location=self._device, weights_only=True
-                )
+                state = torch.load(io.BytesIO(body), map_location=self._device, weights_only=True)
                 optimizer.load_state_dict(state)
             except Exception as error:
                 raise RuntimeError(f"the source's state cannot be read: {type(error).__name__}: {error}") from error
@@ -152,16 +143,35 @@ class Collective:
             for tensor, new in zip(own, received):
                 tensor.copy_(new)
 
-    def average(self, parameters: Iterable[Any], loss: float, *, stop: bool) -> tuple[float, bool]:
+    def gather(self, data: bytes) -> list[bytes]:
+        """The data of all ranks, in their order."""
+        with self._losing("shared their places in the data"):
+            return [self._broadcast(data, rank, MAX_POSITION_BYTES) for rank in range(self.generation.world_size)]
+
+    def _broadcast(self, data: bytes, source: int, max_bytes: int) -> bytes:
+        """The data of the rank `source`, at most max_bytes; that of others has no effect."""
+        is_source = self.generation.rank == source
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
+        dist.broadcast(size, source)
+        if not 0 <= int(size) <= max_bytes:
+            raise RuntimeError(f"rank {source} announced {int(size):,} bytes of state, more than {max_bytes:,}")
+        body = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        if is_source:
+            body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(body, source)
+        result: bytes = body.cpu().numpy().tobytes()
+        return result
+
+    def average(self, parameters: Iterable[Any], loss: float, *, stop: bool, weight: float = 1.0) -> tuple[float, bool]:
         """Replace the gradients by their means over the ranks, the same bits on each; a missing one counts as zeros.
 
-        Returns the mean loss, and whether any rank asks to stop after this step. After a PeerLostError the gradients
-        are unchanged: take no optimizer step.
+        `weight`: of this rank's batch; 1 where all are equally large. Returns the mean loss, and whether any rank asks
+        to stop after this step. After a PeerLostError the gradients are unchanged: take no optimizer step.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        scalars = torch.tensor([loss, float(stop)], device=self._device)
-        flat = torch.cat([*(gradient.detach().reshape(-1).float() for gradient in gradients), scalars])
+        scalars = torch.tensor([loss * weight, float(stop)], device=self._device)
+        flat = torch.cat([*(gradient.detach().reshape(-1).float() * weight for gradient in gradients), scalars])
         with self._losing("averaged gradients"):
             self._wait(dist.all_reduce(flat, async_op=True))
             mean, stops = (float(value) for value in flat[-2:])  # waits for the device, whose errors are raised here

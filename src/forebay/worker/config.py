@@ -77,8 +77,8 @@ class WorkerConfig:
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
         shuffle_buffer: Documents that are mixed; None: the dataset's own.
-        lanes: Shares into which the documents of a text are divided; None: the world size, and 1 with a coordinator,
-            which takes no other: its ranks change, and each reads everything. See `TextStream`.
+        lanes: Shares into which the documents of a text are divided; None: the world size, and with a coordinator as
+            many as the text permits, up to 24. See `TextStream.join_world`.
         text_key: The column with the text; None: the dataset's own.
         vocab_size: Of dummies' ids.
         learning_rate: AdamW's.

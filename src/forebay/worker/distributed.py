@@ -5,19 +5,18 @@ step, none of it was applied, and the ranks of the next generation take it again
 receive the weights, the optimizer's state and the position in the data of one of them, the source.
 
 A `count` trainer has no gradients: each worker counts on its own, and only ranks, samples and steps are shared. Such a
-worker that joins late in a text reads what the others have read, as a position in a text may take megabytes.
+worker reads the lanes that it takes over from their beginning, as a position in a text may take megabytes.
 """
 
 import json
 import os
 import threading
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from forebay.errors import UsageError, package_for
+from forebay.errors import StateError, UsageError, package_for
 from forebay.load.batch import NumpyTokens
 from forebay.threads import SupervisedThread
-from forebay.worker.batches import DummyDataset
 from forebay.worker.config import WorkerConfig
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import Generation, MembershipLostError
@@ -36,6 +35,8 @@ SHARED = (
 NEEDED = ("dataset_type", "batch_size", "num_steps", "seed")
 STOP_S = 5.0
 """How long a worker that is stopped has for its step; then it leaves, as it may be waiting for others."""
+SHARE_STEPS = 2000
+"""Steps after which ranks share their places in the data: what is read again of a killed one's lanes at most."""
 MAX_FAILURES = 20
 """Failures of a step in a row after which the last one is raised."""
 _one_at_a_time = threading.Lock()
@@ -43,11 +44,6 @@ _one_at_a_time = threading.Lock()
 
 def train_distributed(training: Training) -> TrainingReport:
     """Train as a member of the coordinator's run to its end, or until stopped. Raises as `WorkerClient` says."""
-    if training.config.lanes not in (None, 1):
-        raise UsageError(
-            f"lanes: expected 1 with a coordinator, got {training.config.lanes}: ranks change, and a rank that leaves "
-            "takes the state of its lanes with it. Leave lanes out, or train without --distributed."
-        )
     if not _one_at_a_time.acquire(blocking=False):
         raise UsageError("worker: expected one at a time that trains with others, got two. Use a process for each.")
     try:
@@ -110,14 +106,18 @@ class DistributedRun:
                 self._enter(generation)
                 if training.step >= training.config.num_steps:
                     return generation  # the others have done all steps
-            position = training.data.position()
+            position = training.data.stream.position
             batch = training.next_batch()
             try:
                 loss, stop = self._learn(batch)
             except PeerLostError:
                 training.close_batches()
-                training.data.seek(position)
+                training.data.stream.seek(position)
                 raise
+            self._num_failures = 0
+            training.record_step(batch, loss)
+            if self.collective is not None and training.step % SHARE_STEPS == 0:
+                self._share_places(self.collective)
         except PeerLostError as error:
             self._num_failures += 1
             if self._num_failures > MAX_FAILURES:
@@ -125,8 +125,6 @@ class DistributedRun:
             training.log(str(error))
             self._leave_group()
             return self._boundary(stop=True, broken=True)
-        self._num_failures = 0
-        training.record_step(batch, loss)
         return self._boundary(stop=stop if training.step < training.config.num_steps else False)
 
     def _boundary(self, *, stop: bool | None, broken: bool = False) -> Generation:
@@ -147,7 +145,9 @@ class DistributedRun:
             return training.learn(trainer.step, batch), None
         lockstep = cast(LockstepTrainer, trainer)
         loss = training.learn(lambda inputs, labels: lockstep.gradients(inputs, labels)[0], batch)
-        mean, stop = self.collective.average(lockstep.model.parameters(), loss, stop=self.membership.changing)
+        mean, stop = self.collective.average(
+            lockstep.model.parameters(), loss, stop=self.membership.changing, weight=batch.weight
+        )
         lockstep.apply()
         return mean, stop
 
@@ -158,6 +158,7 @@ class DistributedRun:
         step, training.report.step = training.step, generation.start_step
         is_source = generation.rank == generation.source
         self._holds_state = is_source or (self._holds_state and step == generation.start_step)
+        training.set_rank(generation.rank, generation.world_size, generation.start_sample)
         if self.lockstep:
             from forebay.worker.collective import Collective
 
@@ -167,61 +168,30 @@ class DistributedRun:
                 timeout_s=training.config.timeout_s, abandon=lambda: membership.changing,
                 broken=lambda: membership.broken,
             )  # fmt: skip
-            self.collective.share(trainer.model, OptimizerAndPosition(trainer.optimizer, training))
+            self.collective.share(trainer.model, trainer.optimizer)
+            self._share_places(self.collective)
             self._holds_state = True
-        elif isinstance(training.data, DummyDataset):
-            training.close_batches()
-            training.data.seek(generation.start_sample)
-        elif step != generation.start_step:
-            self._catch_up(step, generation.start_step)
+        for part, _ in enumerate(training.data.stream.read_on()):
             if training.stop.is_set():
-                return
-        training.samples_taken = generation.start_sample
-        training.set_rank(generation.rank, generation.world_size)
+                raise MembershipLostError(f"worker {membership.worker_id!r}: stopped while it read on.")
+            if not part:
+                training.log(f"reading again the text of this rank up to step {generation.start_step}")
         training.report.generations += self.generation is not None
         self.generation = generation
 
-    def _catch_up(self, step: int, start_step: int) -> None:
-        training = self.training
-        training.close_batches()
-        training.log(f"reading on from step {step if step < start_step else 0} to {start_step}, where the others are")
-        if step > start_step:  # it is ahead of the run
-            step = 0
-            training.data.rewind()
-        for first, stop, world_size in self.membership.past():
-            if stop <= step:
-                continue
-            training.data = training.data.reshard(0, world_size)
-            for skipped in range(max(first, step), stop):
-                if training.stop.is_set():
-                    return
-                training.next_batch()
-                training.report.step = skipped + 1
-            training.close_batches()
+    def _share_places(self, collective: "Collective") -> None:
+        """Have all ranks know where each is in its lanes, so that who reads these next need not read them again."""
+        stream = self.training.data.stream
+        for data in collective.gather(json.dumps(stream.state_dict()).encode()):
+            try:
+                stream.learn(json.loads(data))
+            except (ValueError, StateError) as error:
+                self.training.log(f"a rank's place in the data is not used: {error}")
 
     def _leave_group(self) -> None:
         collective, self.collective = self.collective, None
         if collective is not None:
             collective.close()
-
-
-@dataclass(eq=False)
-class OptimizerAndPosition:
-    """An optimizer's state and the position in the data as one state, which a source sends to its generation."""
-
-    optimizer: Any
-    training: Training
-
-    def state_dict(self) -> dict[str, Any]:
-        """Both states."""
-        self.training.close_batches()
-        return {"optimizer": self.optimizer.state_dict(), "data": json.dumps(self.training.data.state_dict())}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load both states."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.training.close_batches()
-        self.training.data.load_state_dict(json.loads(state["data"]))
 
 
 def shared_settings(config: WorkerConfig) -> dict[str, Any]:

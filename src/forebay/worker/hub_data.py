@@ -44,8 +44,8 @@ def create_huggingface_dataset(
         seq_len, tokenizer_name, buffer_size, text_key: None: the dataset's own.
         streaming: False copies the files to this machine first; the copy is used without a network later. None:
             streamed if above 10 GB or of unknown size.
-        lanes: Shares of the documents; None: world_size. The samples are those of the same number of lanes in any
-            world. 1: every rank reads everything, for worlds that change.
+        lanes: Shares of the documents; None: world_size, and where ranks change as many as the text permits. The
+            samples are those of the same number of lanes in any world.
 
     Raises:
         UnknownDatasetError: No dataset has that name. It is a FileNotFoundError, too.
@@ -72,7 +72,7 @@ def create_huggingface_dataset(
     tokenizer, seq_len = load_tokenizer(tokenizer_name), entry.seq_len if seq_len is None else seq_len
     buffer_size = entry.buffer_size if buffer_size is None else buffer_size
     options = StreamOptions(
-        lanes=world_size if lanes is None else lanes, shuffle_documents=buffer_size, shuffle_bytes=BUFFER_BYTES,
+        lanes=lanes, shuffle_documents=buffer_size, shuffle_bytes=BUFFER_BYTES,
         warmup_documents=WARMUP_DOCUMENTS, drop_last=True, text_key=text_key or entry.text_key,
     )  # fmt: skip
     stream = partial(
@@ -106,9 +106,9 @@ class HubDataset(Batches):
     @property
     def tokenizer(self) -> TokenizerFile:
         """Encodes text, and decodes tokens."""
-        tokenizer: TokenizerFile = self._stream.tokenizer
+        tokenizer: TokenizerFile = self.stream.tokenizer
         return tokenizer
 
     def stats(self) -> dict[str, int]:
         """Documents, bytes, tokens, malformed records and tails up to now; see `TextStream.stats`."""
-        return dict(self._stream.stats())
+        return dict(self.stream.stats())

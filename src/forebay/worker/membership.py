@@ -138,20 +138,6 @@ class Membership:
         """
         return self._drive(self._state.boundary(step, stop=stop, broken=broken, holds=holds))
 
-    def past(self) -> list[tuple[int, int, int]]:
-        """The steps before this generation that count, as (start, stop, world size), in order and without a gap.
-
-        CoordinatorUnreachableError after `patience_s` without an answer.
-        """
-        spans: list[tuple[int, int, int]] = []
-        for generation in self._drive(self._state.generations()):
-            start = int(generation["start_step"])
-            spans = [(a, min(b, start), world) for a, b, world in spans if a < start]
-            if int(generation["number"]) >= self.generation.number:
-                break
-            spans.append((start, self.generation.start_step, len(generation["workers"])))
-        return [span for span in spans if span[0] < span[1]]
-
     def meet(self, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
         """Set a value for the ranks of this generation; with None wait for it up to `wait_s`. From any thread.
 
@@ -207,9 +193,8 @@ class Membership:
                 resume = partial(operation.throw, error)
 
     def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
-        method = "GET" if request.body is None else "POST"
-        body = None if request.body is None else dict(request.body)
-        return self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)[0]
+        body = dict(request.body)
+        return self._client.request_json(self._coordinator, "POST", request.path, body, timeout_s=timeout_s)[0]
 
     def __enter__(self) -> "Membership":
         return self

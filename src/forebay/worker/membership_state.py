@@ -38,10 +38,10 @@ class MembershipLostError(LeaseError):
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the coordinator: a POST, or a GET where `body` is None. The answer takes about `wait_s`."""
+    """A POST to the coordinator. The answer takes about `wait_s`."""
 
     path: str
-    body: Mapping[str, Any] | None
+    body: Mapping[str, Any]
     wait_s: float = 0.0
 
 
@@ -214,10 +214,6 @@ class MembershipState:
                 break
         return generation
 
-    def generations(self) -> Operation[Any]:
-        """All generations of the run, as the coordinator's log has them."""
-        return (yield from self._call("/v1/log", None))["generations"]
-
     def heartbeats(self) -> Operation[None]:
         """Send heartbeats and receive changes, until the session ends."""
         session, pause_s = self.session, 0.1
@@ -270,7 +266,7 @@ class MembershipState:
         self.generation, self._changing, self._broken = generation, False, False
         return generation
 
-    def _call(self, path: str, body: Mapping[str, Any] | None, wait_s: float = 0.0) -> Operation[Any]:
+    def _call(self, path: str, body: Mapping[str, Any], wait_s: float = 0.0) -> Operation[Any]:
         """One request, repeated with back-off while the coordinator is unreachable."""
         deadline, tried, noted = self.clock() + self.patience_s, 0, False
         while True:

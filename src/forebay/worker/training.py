@@ -58,7 +58,7 @@ class TrainingReport:
 
 
 def open_data(config: WorkerConfig) -> Batches:
-    """The dataset of a configuration for a single rank; `reshard` gives another rank's share."""
+    """The dataset of a configuration for a single rank; `join_world` makes it another rank's share."""
     common: dict[str, Any] = {
         "num_batches": config.num_steps, "batch_size": config.batch_size, "seq_len": config.resolved_seq_len(),
         "seed": config.seed,
@@ -88,7 +88,6 @@ class Training:
     def __post_init__(self) -> None:
         self.data = open_data(self.config)
         self.report = TrainingReport(worker_id=self.config.worker_id or "")
-        self.samples_taken = 0
         self._trainer: Trainer | None = None
         self._batches: Generator[NumpyTokens, None, None] | None = None
         self._waited_s = self._started_at = self._logged_at = 0.0
@@ -126,11 +125,11 @@ class Training:
             self.record_step(batch, self.learn(self.trainer.step, batch))
         return self.finish()
 
-    def set_rank(self, rank: int, world_size: int) -> None:
-        """Read the data's share of a rank from here on."""
+    def set_rank(self, rank: int, world_size: int, samples_taken: int | None = None) -> None:
+        """Read the data's share of a rank from a sample of the run on; None: from here on, as it is."""
         self.close_batches()
-        if (self.data.rank, self.data.world_size) != (rank, world_size):
-            self.data = self.data.reshard(rank, world_size)
+        if samples_taken is not None:
+            self.data.join_world(rank, world_size, samples_taken)
         report = self.report
         report.rank, report.world_size = rank, world_size
         report.effective_batch_size = self.config.effective_batch_size(world_size)
@@ -183,7 +182,6 @@ class Training:
         report.tokens += len(batch) * self.data.seq_len
         report.losses.append(loss)
         report.epochs = max(report.epochs, batch.epoch + 1)
-        self.samples_taken += report.effective_batch_size
         now = time.monotonic()
         elapsed_s = max(now - self._started_at, 1e-9)
         report.tokens_per_s = report.tokens / elapsed_s

@@ -1,23 +1,19 @@
 """Workers of a coordinator: ranks and settings come from it, a killed one costs no sample, a newcomer takes over."""
 
 import hashlib
-import io
 import json
 import signal
 import subprocess
 import sys
-import threading
 from collections import defaultdict
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
-from forebay.worker import WorkerConfig, create_huggingface_dataset
-from forebay.worker.distributed import OptimizerAndPosition
-from forebay.worker.training import Training
-from support.paths import ROOT
+from forebay.worker import create_huggingface_dataset
 from support.waiting import until
 
 WORKER = """
@@ -92,18 +88,21 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
     for step in steps.values():
         ranks = [rank for rank, *_ in step]
         assert len({(world, epoch) for _, world, epoch, *_ in step}) == 1 and len(ranks) == len(set(ranks))
-        for _, _, epoch, ids, rows in step:
+        for _, _, _, ids, rows in step:
             for sample, row in zip(ids, rows):
-                assert samples.setdefault((epoch, sample), row) is row
+                assert samples.setdefault(sample, row) is row
     assert {world for _, world, *_ in steps[39]} == {3} and len(steps[39]) == 3
     lone = create_huggingface_dataset(
         str(tmp_path / "texts.jsonl"), tokenizer_name="bytes", seq_len=16, buffer_size=20, batch_size=1,
         num_batches=1000,
     )  # fmt: skip
     expected = {
-        (b.epoch, int(b.sample_ids[0])): hashlib.sha256(b.inputs[0].tobytes()).hexdigest() for b in lone.batches()
+        int(b.sample_ids[0]): hashlib.sha256(b.inputs[0].tobytes()).hexdigest() for b in islice(lone.batches(), 400)
     }
-    assert samples.items() <= expected.items() and {epoch for epoch, _ in samples} >= {0, 1}
+    assert samples.items() <= expected.items() and {epoch for step in steps.values() for *_, epoch, _, _ in step} >= {
+        0,
+        1,
+    }
 
 
 def test_control_c_ends_a_worker_after_its_step() -> None:
@@ -114,26 +113,3 @@ def test_control_c_ends_a_worker_after_its_step() -> None:
     worker.send_signal(signal.SIGINT)
     _, message = worker.communicate()
     assert worker.returncode == 130 and "stopped: step " in message and message.endswith("interrupted\n")
-
-
-def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    program = ROOT / "examples" / "train_gpt.py"
-    config = WorkerConfig(
-        dataset_name=str(texts(tmp_path)), tokenizer_name="bytes", seq_len=8, trainer=f"{program}:GptTrainer",
-        device="cpu",
-    )  # fmt: skip
-    source, newcomer = (Training(config, threading.Event(), lambda line: None) for _ in range(2))
-    for _ in range(3):
-        source.learn(source.trainer.step, source.next_batch())
-    data = io.BytesIO()
-    torch.save(OptimizerAndPosition(source.trainer.optimizer, source).state_dict(), data)
-    data.seek(0)
-    state = torch.load(data, weights_only=True)
-    OptimizerAndPosition(newcomer.trainer.optimizer, newcomer).load_state_dict(state)
-    source.set_rank(0, 2)
-    newcomer.set_rank(1, 2)
-    first, second = source.next_batch(), newcomer.next_batch()
-    assert [first.sample_ids.tolist(), second.sample_ids.tolist()] == [[12, 14, 16, 18], [13, 15, 17, 19]]
-    source.close()
-    newcomer.close()

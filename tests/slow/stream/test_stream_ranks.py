@@ -1,6 +1,7 @@
 """Ranks of a stream: what they fetch together, a rank that is killed, helper processes of PyTorch."""
 
 import gzip
+import json
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forebay.coordinator.messages import Rules
+from forebay.coordinator.server import Coordinator
 from forebay.storage import remote_file
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
@@ -59,6 +62,35 @@ def test_four_ranks_fetch_what_one_fetches(
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         inputs = "hf:a/b" if server == "hub" else [f"{running.url}/{name}" for name in names]
         assert fetch(4) <= 1.05 * fetch(1)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_four_workers_of_a_coordinator_fetch_what_one_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """93 % of the samples of 24 MB, by default settings."""
+    repo = write_repo(tmp_path / "datasets/a/b")
+    (repo / f"train.{kind}").write_bytes(FORMS[kind](long_rows(4000)))
+    common = "--dataset-name=a/b --tokenizer-name=bytes --seq-len=4096 --batch-size=2 --streaming --quiet --json"
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+    def fetch(world_size):
+        """Return the bytes that all workers fetch, and the samples that they learn."""
+        hub.bytes_sent.clear()
+        with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=4, lost_s=600.0, stale_s=600.0)) as coordinator:
+            together = [f"--coordinator={coordinator.address}", "--distributed"] if world_size > 1 else []
+            command = [sys.executable, "-m", "forebay.worker", *common.split(), f"--num-steps={2720 // world_size}"]
+            workers = [
+                subprocess.Popen([*command, *together], stdout=subprocess.PIPE, text=True) for _ in range(world_size)
+            ]
+            reports = [json.loads(worker.communicate()[0]) for worker in workers]
+        return hub.bytes_sent.total(), sum(report["samples"] for report in reports)
+
+    with HubServer(tmp_path) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        (alone, samples), (together, shared) = fetch(1), fetch(4)
+    assert samples == shared == 5440 and together <= 1.1 * alone
 
 
 def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Lanes: disjoint and together everything, and the same samples in worlds of any size."""
 
+import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,36 @@ def test_helper_processes_of_a_rank_read_its_share(tmp_path: Path) -> None:
     assert result == expected and len(result) == 84
     assert all(len(list(helper)) == 0 and helper.step == 7 for rank in helpers for helper in rank)
     assert len({tuple(helper.position.lanes) for rank in helpers for helper in rank}) == 6  # one lane each
+
+
+@pytest.mark.parametrize("suffix, lanes", [("jsonl", 24), ("parquet", 4), ("jsonl.gz", 3)])
+def test_worlds_that_change_read_each_sample_once(
+    tmp_path: Path, suffix: str, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that stay, that are killed, that are new; states are exchanged as workers do, or not."""
+    monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
+    folder, result, taken = write_files(tmp_path / "files", suffix, 3, None), {}, 0
+    ranks: list = []
+    for world_size, is_told in ((1, True), (4, True), (3, False), (5, True), (7, True), (30, False), (2, True)):
+        survivors = ranks[: world_size // 2]
+        ranks = [*survivors, *(stream(folder, epochs=None) for _ in range(world_size - len(survivors)))]
+        for rank, created in enumerate(ranks):
+            created.join_world(rank, world_size, 2 * world_size, taken)
+        for state in [json.loads(json.dumps(rank.state_dict())) for rank in ranks] if is_told else ():
+            for rank in ranks:
+                rank.learn(state)
+        assert not (is_told and world_size == 1 and list(ranks[0].read_on()))
+        steps = [list(islice(rank, 4)) for rank in ranks]
+        assert all(sum(batch.weight for batch in step) == pytest.approx(world_size) for step in zip(*steps))
+        assert {rank.lanes for rank in ranks} == {lanes} and all(len(batch) for step in steps for batch in step)
+        new = samples(batch for step in steps for batch in step)
+        assert sorted(new) == list(range(taken, taken + 8 * world_size))
+        result |= new
+        taken += 8 * world_size
+    alone = stream(folder, epochs=None)
+    alone.join_world(0, 1, 8, 0)
+    assert result == samples(islice(alone, taken // 8))
+    state_after = ranks[0].state_dict()
+    ranks[0].join_world(0, 1, 2, taken)
+    ranks[0].learn(ranks[1].state_dict())
+    assert list(ranks[0].read_on()) == [] and state_after["samples_taken"] == taken

@@ -5,11 +5,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
-from forebay.errors import UsageError
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.distributed import merge_settings, shared_settings
 
@@ -65,5 +62,3 @@ def test_settings_that_workers_share() -> None:
     )
     assert (named.dataset_type, named.dataset_name, named.resolved_seq_len()) == ("huggingface", "fineweb", 1024)
     assert merge_settings(config, {**shared, "dataset_type": "dummy"}).dataset_name is None
-    with pytest.raises(UsageError, match="lanes: expected 1 with a coordinator, got 2"):
-        run_alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", lanes=2), [])

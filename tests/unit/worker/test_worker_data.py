@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forebay.errors import DatasetError, PrepareError, StateError, UnknownDatasetError, UsageError
+from forebay.errors import DatasetError, PrepareError, StateError, UnknownDatasetError
 from forebay.stream.lane import StreamOptions
 from forebay.stream.text_stream import TextStream
 from forebay.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
@@ -133,7 +133,7 @@ def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog:
     assert next(text for text in caplog.messages if "begins" in text).endswith("epoch 2 begins, in another order.")
     assert data.stats()["tail_tokens"] > 0
     with pytest.raises(DatasetError, match="Ask for shorter samples or smaller batches"):
-        next(iter(text_dataset(texts, seq_len=4096, batch_size=100)))
+        next(iter(text_dataset(texts, seq_len=1 << 16)))
 
 
 @pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
@@ -160,13 +160,14 @@ def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
 def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
     """Two ranks take two steps of two samples each, then three ranks go on: nothing twice, nothing left out."""
 
-    def data(rank, world_size, batch_size=2):
-        if kind == "text":
-            return text_dataset(texts, rank=rank, world_size=world_size, batch_size=batch_size, lanes=1)
-        return DummyDataset(
-            num_batches=6, batch_size=batch_size, rank=rank, world_size=world_size,
-            distributed=kind == "distributed_dummy",
-        )  # fmt: skip
+    def data(rank, world_size, sample):
+        arguments = {"num_batches": 6, "batch_size": 2}
+        distributed = kind == "distributed_dummy"
+        created = (
+            text_dataset(texts, **arguments) if kind == "text" else DummyDataset(distributed=distributed, **arguments)
+        )
+        created.join_world(rank, world_size, sample)
+        return created
 
     def taken(source, steps):
         batches = source.endless()
@@ -174,20 +175,13 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
         batches.close()
         return result
 
-    alone = taken(data(0, 1, 1), 8 + 12)
-    two = [data(rank, 2) for rank in range(2)]
-    result = [taken(source, 2) for source in two]
-    mark = two[0].position()
-    three = [two[0].reshard(rank, 3) for rank in range(3)]
-    for source in three:
-        source.seek(mark)
-    result += [taken(source, 2) for source in three]
-    assert sorted(row for part in result for row in part) == sorted(alone)
-
-
-def test_ranks_that_share_documents_may_not_change(texts: Path) -> None:
-    with pytest.raises(UsageError, match="lanes: expected 1 where workers come and go, got 2"):
-        text_dataset(texts, world_size=2).reshard(0, 3)
+    ranks = [data(0, 2, 0), data(1, 2, 0)]
+    result = [taken(source, 2) for source in ranks]
+    ranks.append(data(2, 3, 8))
+    for rank, source in enumerate(ranks):
+        source.join_world(rank, 3, 8)
+    result += [taken(source, 2) for source in ranks]
+    assert sorted(row for part in result for row in part) == sorted(taken(data(0, 1, 0), 10))
 
 
 def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
