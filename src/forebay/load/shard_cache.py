@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -32,11 +32,10 @@ from forebay.arrays import I64, Array
 from forebay.closing import Closing
 from forebay.dataset.chunks import num_chunks
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.errors import DatasetError, ForebayError, IntegrityError, UsageError
 from forebay.fetch.cache import ChunkCache, Group
-from forebay.fetch.chunk_file import PRESENT, Check, ChunkFile
+from forebay.fetch.chunk_file import ChunkFile
 from forebay.fetch.downloads import Workers, open_fetcher, plan_download
-from forebay.fetch.engine import disk_error
 from forebay.fetch.transfers import ChunkTransfer
 from forebay.files import sync_file
 from forebay.load.shard_files import (
@@ -79,7 +78,6 @@ class ShardCache(Closing):
         max_workers: Workers = None, timeout_s: float = 300.0,
     ) -> None:  # fmt: skip
         plan_download(1, chunk_size, max_workers)  # Checks them.
-        self.arguments = url, folder, sequence_length, chunk_size, max_workers, timeout_s  # For another process.
         self._seq_len, self._timeout_s = sequence_length, timeout_s
         self._plan = partial(plan_download, chunk_size=chunk_size, max_workers=max_workers)
         self.origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
@@ -134,17 +132,34 @@ class ShardCache(Closing):
         shard = self.describe(fetch.index, fetch.stopping)
         if self.is_in_place(shard):
             return ShardDataset(shard, *verify_pair(self._here.folder, shard))
-        while True:
-            pins = self._pin(shard.infos())
-            with contextlib.ExitStack() as stack:
-                stack.callback(self.cache.unpin, pins)
-                if not all(entry.is_complete() for entry, _ in pins):
-                    fetch.entry, started = pins[0][0], time.monotonic()
-                    in_process = is_training and shard.num_bytes >= MIN_PROCESS_BYTES
-                    fetch_missing = fetch_in_process if in_process else ShardCache.fetch
-                    self._record(shard, fetch_missing(self, shard, fetch.stopping), time.monotonic() - started)
-                if all(entry.is_complete() and not entry.is_deleted for entry, _ in pins):
-                    return ShardDataset(shard, pins[0][0], pins[1][0].data.view("<u8"), stack.pop_all().close)
+        fetch.total, fetched_bytes, started = shard.tokens.num_bytes, self.fetched_bytes, time.monotonic()
+        if is_training and shard.num_bytes >= MIN_PROCESS_BYTES:
+            self._fetch_in_process(shard, fetch)
+        pins = self.fetch(shard, fetch.stopping, fetch.record_progress)  # What the process left, or its error.
+        seconds, num_bytes = time.monotonic() - started, self.fetched_bytes - fetched_bytes
+        self.fetch_s += seconds if num_bytes else 0.0
+        if seconds > _MIN_RATED_S and 0 < num_bytes / seconds < COMMON_BYTES_PER_S:
+            rate = format_rate(num_bytes / seconds)
+            log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", shard.index, rate)
+        (tokens, _), (ids, _) = pins
+        return ShardDataset(shard, tokens, ids.data.view("<u8"), partial(self.cache.unpin, pins))
+
+    def _fetch_in_process(self, shard: ShardInfo, fetch: ShardFetch) -> None:
+        """`fetch` in a process, as far as it comes."""
+        tokens, chunks = self._pin(shard.infos()[:1])[0]
+        path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        with subprocess.Popen(
+            [sys.executable, "-P", "-m", "forebay.load.shard_cache"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        ) as process:  # fmt: skip
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(json.dumps([shard.index, *self._arguments]).encode())
+            while process.poll() is None and not fetch.stopping.wait(_POLL_S):
+                fetch.record_progress(tokens.bytes_of(tokens.stored(chunks)))
+            process.kill()  # What it received stays.
+            self.fetched_bytes += int(process.stdout.read() or 0)
+        self.cache.unpin([(tokens, chunks)])
 
     def _pin(self, infos: Sequence[SliceInfo]) -> list[Group]:
         """Pin all chunks of objects, present or not. Raises UsageError if there is no space for their maps."""
@@ -156,14 +171,10 @@ class ShardCache(Closing):
             raise UsageError(f"{infos[0].name}: {reason}")
         return pins
 
-    def _record(self, shard: ShardInfo, num_bytes: int, seconds: float) -> None:
-        self.fetched_bytes, self.fetch_s = self.fetched_bytes + num_bytes, self.fetch_s + seconds
-        if seconds > _MIN_RATED_S and 0 < num_bytes / seconds < COMMON_BYTES_PER_S:
-            rate = format_rate(num_bytes / seconds)
-            log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", shard.index, rate)
-
-    def fetch(self, shard: ShardInfo, stop: threading.Event, on_progress: OnProgress = lambda received: None) -> int:
-        """Fetch what is missing of a shard, or wait for the process that does; returns the bytes fetched here.
+    def fetch(
+        self, shard: ShardInfo, stop: threading.Event, on_progress: OnProgress = lambda received: None
+    ) -> list[Group]:
+        """Fetch what is missing of a shard, or wait for the process that does; returns its tokens and ids, pinned.
 
         Samples that do not have their ids are fetched again; if these are wrong in the same way, the ids too.
 
@@ -172,69 +183,60 @@ class ShardCache(Closing):
             NetworkError: If it cannot be fetched.
             UsageError: If the disk is full, or `stop` is set.
         """
-        tokens, ids = shard.infos()
-        seen, num_bytes = Counter[tuple[int, int]](), 0
+        seen = Counter[tuple[int, int]]()
         for rounds in itertools.count(1):
-            entry, fetched = self._fetch_object(shard.ids, ids, lambda chunk, data: True, stop)
-            check, num_bytes = SampleCheck(shard, entry.data.view("<u8")), num_bytes + fetched
-            try:
-                return num_bytes + self._fetch_object(shard.tokens, tokens, check, stop, on_progress)[1]
-            except IntegrityError:
-                if not check.wrong:
-                    raise
-                seen.update(check.wrong.items())
-                num_same = max(seen[item] for item in check.wrong.items())
-                if num_same >= _MAX_SAME or rounds >= _MAX_ROUNDS:
-                    raise check.error() from None
-                if num_same > 1:
-                    log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
-                    self.cache.discard(ids.sha256)
+            pins = self._pin(shard.infos())
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.cache.unpin, pins)
+                (tokens, _), (ids, _) = pins
+                tokens.check = check = SampleCheck(shard, ids.data.view("<u8"))
+                ids.check = lambda chunk, data: True
+                try:
+                    self._fetch_object(shard.ids, ids, stop)
+                    self._fetch_object(shard.tokens, tokens, stop, on_progress)
+                except IntegrityError:
+                    if not check.wrong:
+                        raise
+                    seen.update(check.wrong.items())
+                    num_same = max(seen[item] for item in check.wrong.items())
+                    if num_same >= _MAX_SAME or rounds >= _MAX_ROUNDS:
+                        raise check.error() from None
+                    if num_same > 1:
+                        log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
+                        self.cache.discard(ids.info.sha256)
+                if not (tokens.is_deleted or ids.is_deleted) and tokens.is_complete() and ids.is_complete():
+                    stack.pop_all()
+                    return pins
         raise AssertionError
 
     def _fetch_object(
-        self, part: ShardObject, info: SliceInfo, check: Check, stop: threading.Event,
+        self, part: ShardObject, entry: ChunkFile, stop: threading.Event,
         on_progress: OnProgress = lambda received: None,
-    ) -> tuple[ChunkFile, int]:  # fmt: skip
-        [(entry, chunks)], num_bytes = self._pin([info]), 0
-        entry.check = check
-        try:
-            while not entry.is_complete():
-                entry.verify(chunks)
-                claimed, reason = self.cache.claim(entry, chunks)
-                if reason:
-                    raise UsageError(f"{part.name}: {reason} Free space; what was received is kept and resumed.")
-                if len(claimed):
-                    try:
-                        self._transfer(part, entry, claimed, stop, on_progress)
-                        num_bytes += entry.bytes_of(claimed)
-                    finally:
-                        self.cache.complete(entry, claimed)
-                elif stop.wait(_POLL_S):
-                    raise _cancelled(part.name)
-                if entry.is_deleted:
-                    raise NetworkError(f"{part.name}: it was removed while it was fetched. It is retried.")
-            return entry, num_bytes
-        finally:
-            self.cache.unpin([(entry, chunks)])
-
-    def _transfer(
-        self, part: ShardObject, entry: ChunkFile, chunks: I64, stop: threading.Event,
-        on_progress: OnProgress,
     ) -> None:  # fmt: skip
-        plan = self._plan(part.num_bytes)
+        chunks, plan = np.arange(entry.layout.num_chunks), self._plan(part.num_bytes)
         source, info = PinnedOrigin(self.origin, part.etag), replace(entry.info, name=part.name, sha256="")
-        try:
-            with entry.path.open("r+b") as file:
-                file.write(part.header)
-            with open_fetcher(plan, self._timeout_s) as fetcher:
-                ChunkTransfer(
-                    fetcher, entry, info, source, chunks=chunks, run_bytes=plan.chunk_bytes
-                ).run(stop, on_progress)  # fmt: skip
-            sync_file(entry.path)
-        except ForebayError:  # Some are an OSError, too.
-            raise
-        except OSError as error:
-            raise disk_error(entry.path, part.num_bytes, error) from error
+        while not (entry.is_deleted or entry.is_complete()):
+            entry.verify(chunks)
+            claimed, reason = self.cache.claim(entry, chunks)
+            if reason:
+                raise UsageError(f"{part.name}: {reason} Free space; what was received is kept and resumed.")
+            try:
+                if len(claimed):
+                    with entry.path.open("r+b") as file:
+                        file.write(part.header)
+                    with open_fetcher(plan, self._timeout_s) as fetcher:
+                        ChunkTransfer(
+                            fetcher, entry, info, source, chunks=claimed, run_bytes=plan.chunk_bytes
+                        ).run(stop, on_progress)  # fmt: skip
+                    sync_file(entry.path)
+                    self.fetched_bytes += entry.bytes_of(claimed)
+                elif stop.wait(_POLL_S):
+                    raise UsageError(f"{part.name}: its fetch was cancelled. Request it again.")
+                else:
+                    on_progress(entry.bytes_of(entry.stored(chunks)))
+            finally:
+                if len(claimed):
+                    self.cache.complete(entry, claimed)
 
 
 class ShardFetch:
@@ -249,23 +251,20 @@ class ShardFetch:
         self.index = index
         self.result: Future[ShardDataset] = Future()
         self.error: ForebayError | None = None
-        self.entry: ChunkFile | None = None  # The tokens, while they are fetched.
+        self.received = self.total = 0  # Bytes of the tokens; of one that is here, 0.
         self.stopping, self._deadline = threading.Event(), float("inf")
         self._shards, self._is_training = shards, is_training
         self._thread = SupervisedThread(self._run, f"shard-{index}", stopping=self.stopping).start()
 
-    def progress(self) -> dict[str, int]:
-        """Bytes of the tokens: `received` and `total`; zeros before and after they are fetched."""
-        if (entry := self.entry) is None:
-            return {"received": 0, "total": 0}
-        return {"received": entry.bytes_of(np.flatnonzero(entry.marks == PRESENT)), "total": entry.info.bytes}
+    def record_progress(self, received: int) -> None:
+        self.received = received
 
     def wait(self, timeout_s: float) -> ShardDataset:
         """Wait until the shard is complete. Raises the error of an attempt that is final, or ends after `timeout_s`."""
 
         def describe() -> str:
             failed = "" if self.error is None else f"; the last attempt failed: {self.error}"
-            return "shard {}: {received} of {total} bytes received{}".format(self.index, failed, **self.progress())
+            return f"shard {self.index}: {self.received} of {self.total} bytes received{failed}"
 
         self._deadline = time.monotonic() + timeout_s
         with log_while_waiting(log, describe):
@@ -285,8 +284,6 @@ class ShardFetch:
             except Exception as error:  # noqa: BLE001 - `wait` raises it
                 other = UsageError(f"shard {self.index}: {type(error).__name__}: {error}. It is retried.")
                 self.error = error if isinstance(error, ForebayError) else other
-            finally:
-                self.entry = None
             is_over = self.stopping.is_set() or time.monotonic() >= self._deadline
             if is_over or isinstance(self.error, (DatasetError, IntegrityError)):  # They do not go away.
                 return self.result.set_exception(self.error)
@@ -294,57 +291,15 @@ class ShardFetch:
             self.stopping.wait(backoff_s(attempt + 1, _FIRST_RETRY_S, _MAX_RETRY_S))
 
 
-def fetch_in_process(shards: ShardCache, shard: ShardInfo, stop: threading.Event) -> int:
-    """`ShardCache.fetch` in a process. Raises UsageError, too, if the process dies.
-
-    Credentials are in the environment, which the process inherits.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", "forebay.load.shard_cache"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
-    ) as process:  # fmt: skip
-        message: bytes | None = pickle.dumps((shards.arguments, shard, os.getpid()))
-        try:
-            while True:
-                try:
-                    data, _ = process.communicate(message, _POLL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    message = None
-                    if stop.is_set():
-                        raise _cancelled(shard.tokens.name) from None
-        finally:
-            process.kill()  # What it received stays.
-    if process.returncode:
-        raise UsageError(
-            f"shard {shard.index}: the process that fetched it ended with code {process.returncode} before it was "
-            "complete. It is retried."
-        )
-    result: int | ForebayError = pickle.loads(data)
-    if isinstance(result, ForebayError):
-        raise result
-    return result
-
-
 def main() -> None:
-    """Fetch the shard that the standard input names, and write the result. Ends with its parent."""
-    arguments, shard, parent = pickle.load(sys.stdin.buffer)
+    """Fetch the shard that the standard input names, and print the bytes fetched. Ends with its parent."""
+    index, url, folder, *settings = json.load(sys.stdin)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
     end_with_parent()  # Else it ends when it is complete.
-    if os.getppid() != parent:  # It ended before.
-        return
     os.nice(19)
-    result: int | ForebayError
-    try:
-        with ShardCache(*arguments) as shards:
-            result = shards.fetch(shard, threading.Event())
-    except ForebayError as error:
-        result = error
-    sys.stdout.buffer.write(pickle.dumps(result))
-
-
-def _cancelled(name: str) -> UsageError:
-    return UsageError(f"{name}: its fetch was cancelled. Request it again.")
+    with contextlib.suppress(ForebayError), ShardCache(url, Path(folder), *settings) as shards:  # The parent finds it.
+        shards.fetch(shards.describe(index), threading.Event())
+        print(shards.fetched_bytes)
 
 
 if __name__ == "__main__":

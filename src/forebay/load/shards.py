@@ -208,7 +208,8 @@ class SharedShardedDatasetManager(Closing):
         return {
             **self._stats, "fetched_bytes": shards.fetched_bytes, "fetch_s": shards.fetch_s,
             "active": None if self.active_dataset is None else self.active_dataset.index,
-            "upcoming": None if upcoming is None else {"index": upcoming.index, **upcoming.progress()},
+            "upcoming": None if upcoming is None
+            else {name: getattr(upcoming, name) for name in ("index", "received", "total")},
         }  # fmt: skip
 
     def close(self) -> None:

@@ -142,6 +142,10 @@ class Training:
         """Make the trainer, log data and trainer once, and start the clocks."""
         if not self._described:
             self.log(f"{self.data.describe()}; {self.trainer.describe()}")
+            names = ("model_size", "learning_rate", "device")
+            unused = [name for name in names if getattr(self.config, name) != getattr(WorkerConfig, name)]
+            if unused and self.config.trainer == "count":
+                self.log(f"{', '.join(unused)}: without effect on these counts; give a model, trainer=FILE.py:NAME")
             self._described = True
         self._started_at = self._logged_at = time.monotonic()
 

@@ -120,11 +120,10 @@ def read_lines(out: Path) -> list[dict]:
 
 
 def test_the_next_shard_comes_in_a_process_of_its_own(
-    server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is of the lowest priority; its death, its errors and its end are the arrival's."""
+    """It is of the lowest priority; what it leaves when it is killed, a thread fetches."""
     monkeypatch.setattr("forebay.load.shard_cache.MIN_PROCESS_BYTES", 0)
-    monkeypatch.setattr("forebay.load.shard_cache._FIRST_RETRY_S", 0.01)
     me = psutil.Process()
 
     def helpers():
@@ -142,7 +141,6 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
         until(lambda: sent_bytes(server, 1) > 1 << 16)
         assert shards.upcoming_dataset is not None and helpers()[0].nice() == 19
         helpers()[0].kill()
-        until(lambda: "ended with code -9" in caplog.text)
         server.faults.bytes_per_s = 0
         assert shards.at_step(3)[7].tolist() == shard_tokens(1)[7 * L : 8 * L].tolist()
         assert shards.stats()["fetched_bytes"] > TOKEN_BYTES
@@ -214,7 +212,8 @@ before = peak()
 LARGE = "download_large_file('r2://', 'train_000000.npy', 'out.npy', max_workers=16, chunk_size=1 << 20)\n"
 SHARD = """
 with ShardCache("r2://", Path("here").absolute(), max_workers=4) as cache:
-    assert cache.fetch(cache.describe(0), threading.Event()) > 32 << 20
+    cache.fetch(cache.describe(0), threading.Event())
+    assert cache.fetched_bytes > 32 << 20
 """
 
 

@@ -2,22 +2,16 @@
 
 import asyncio
 import contextlib
-import io
-import itertools
-import os
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
-from forebay.load import shard_cache
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
@@ -173,45 +167,6 @@ def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_sw
     finally:
         is_open.set()
         opener.join()
-
-
-def test_a_large_shard_is_fetched_by_a_process_of_the_lowest_priority_while_training_runs(
-    bucket: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The process is a call of its main function here; the first one dies."""
-    exit_codes, priorities = itertools.chain([-9], itertools.repeat(0)), list[int]()
-
-    class Process:
-        def __init__(self, command, **_):
-            self.returncode = next(exit_codes)
-
-        def communicate(self, message, timeout):
-            streams = SimpleNamespace(buffer=io.BytesIO(message)), SimpleNamespace(buffer=io.BytesIO())
-            monkeypatch.setattr(shard_cache, "sys", SimpleNamespace(stdin=streams[0], stdout=streams[1]))
-            if self.returncode == 0:
-                shard_cache.main()
-            return streams[1].buffer.getvalue(), None
-
-        def kill(self):
-            monkeypatch.setattr(shard_cache, "sys", sys)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(shard_cache, "MIN_PROCESS_BYTES", 0)
-    monkeypatch.setattr(shard_cache, "_FIRST_RETRY_S", 0.0)
-    monkeypatch.setattr(shard_cache, "subprocess", SimpleNamespace(Popen=Process, PIPE=-1, TimeoutExpired=TimeoutError))
-    monkeypatch.setattr(shard_cache, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIG_IGN=0))
-    monkeypatch.setattr(shard_cache, "end_with_parent", lambda: None)
-    monkeypatch.setattr(os, "getppid", os.getpid)
-    monkeypatch.setattr(os, "nice", priorities.append)
-    with open_shards(bucket, folder, num_shards=2) as shards:
-        shards.at_step(0)
-        assert shards.at_step(3)[7].tolist() == sample(1, 7) and shards.stats()["fetched_bytes"] > TOKEN_BYTES
-    assert "ended with code -9" in caplog.text and priorities[0] == 19
 
 
 def environment(server: OriginServer) -> dict[str, str]:
