@@ -78,6 +78,7 @@ class ShardCache(Closing):
         max_workers: Workers = None, timeout_s: float = 300.0,
     ) -> None:  # fmt: skip
         plan_download(1, chunk_size, max_workers)  # Checks them.
+        self._arguments = url, str(folder), sequence_length, chunk_size, max_workers, timeout_s
         self._seq_len, self._timeout_s = sequence_length, timeout_s
         self._plan = partial(plan_download, chunk_size=chunk_size, max_workers=max_workers)
         self.origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
