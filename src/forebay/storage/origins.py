@@ -183,8 +183,8 @@ class RemoteDataset(Dataset):
             return super().leaves(index)
         with self._leaves_lock:
             self._more_leaves += 2 * size
-            if (leaves := self._leaves.pop(index, None)) is not None:
-                return leaves
+            if index in self._leaves:
+                return self._leaves.pop(index)
             limit, (start, stop) = min(size + self._more_leaves, LEAVES_AT_ONCE), (index, index + 1)
             while stop < self.num_slices and not self._have_leaves[stop] and edges[stop + 1] - edges[start] <= limit:
                 stop += 1
