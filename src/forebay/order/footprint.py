@@ -27,7 +27,7 @@ _COUNTED_DEMAND, _COUNTED_STEPS = 1 << 17, 4096  # Samples and steps, at most, w
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
 FIRST_REQUEST_BYTES = 64 << 10  # A request for the first steps; for each plan after them twice as many,
 MAX_REQUEST_BYTES = 2 << 20  # at most so many,
-_HASHES_OF_PARTS, _HASHES_OF_ALL = 0.75, 0.25  # Requests for hashes of chunks, by slice: of several nodes, of one.
+_HASHES_OF_PARTS, _HASHES_OF_ALL = 1.0, 0.25  # Requests for hashes of chunks, by slice: of several nodes, of one.
 REQUESTS_OF_CACHE = 16  # and such a part of the cache.
 
 
@@ -120,8 +120,7 @@ class Footprint:
         """
         order, size, node = self.order, self.order.size, self.nodes[0]
         if not order.shuffle:
-            reads = order.steps_per_epoch * self.num_nodes if self.num_nodes > 1 else 0
-            return max(reads, int(np.count_nonzero(order.samples_per_slice)))
+            return self._requests_in_order()
         reach = ahead_bytes * self.part / node.num_lanes + order.window_samples * size.sample_bytes / 2
         limit = max(size.chunk_bytes, min(MAX_REQUEST_BYTES, cache_bytes // REQUESTS_OF_CACHE, reach))
         lanes = sum(of.count * of.num_lanes for of in self.nodes)
@@ -133,8 +132,15 @@ class Footprint:
         first = min(limit, self.num_bytes / order.num_lanes, float(parts.mean())) / FIRST_REQUEST_BYTES
         slices = again * np.ceil(parts / limit).sum() + lanes * np.log2(max(1.0, first))
         hashed = len(parts) if size.chunk_bytes < self.num_bytes / len(stops) else 0  # Those of neighbours come, too.
-        slices += len(parts) * self.has_heads
+        slices += len(parts) * (self.has_heads and parts.mean() > FIRST_REQUEST_BYTES)
         return int(slices + hashed * (_HASHES_OF_PARTS if self.num_nodes > 1 else _HASHES_OF_ALL))
+
+    def _requests_in_order(self) -> int:
+        """A node reads each slice at once, in pieces where whole chunks lie between its parts of two steps."""
+        order, nodes, chunk_bytes = self.order, self.num_nodes, self.order.size.chunk_bytes
+        slices, between = np.count_nonzero(order.samples_per_slice), order.global_batch * order.size.sample_bytes
+        pieces = order.steps_per_epoch * min(1.0, max(0.0, between * (nodes - 1) / nodes / chunk_bytes - 1))
+        return nodes * int(slices + pieces + np.log2(slices + 1))
 
     def cause(self, cache_bytes: int) -> str:
         """Why more than the dataset is fetched."""

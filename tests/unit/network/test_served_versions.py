@@ -14,7 +14,7 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.access import AccessPolicy
 from forebay.network.client import RemoteError
-from forebay.storage import peer_dataset
+from forebay.network import peer_dataset
 from forebay.storage.origins import open_remote
 from support.nodes import NAME, Network, make_dataset
 from support.waiting import until
