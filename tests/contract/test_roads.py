@@ -64,7 +64,7 @@ def test_a_road_keeps_its_promises(
 ) -> None:
     spec, world = CASES[case], ORIGINS[origin]
     names = spec.get("names", ["set"])
-    wanted = [reference(name, spec.get("packing", "concat"), **spec.get("documents", {})) for name in names]
+    expected = [reference(name, spec.get("packing", "concat"), **spec.get("documents", {})) for name in names]
     budget = int(spec.get("part", 2.0) * sum(path.stat().st_size for path in folder.glob("*/*.safetensors")))
     first = ["manifest.json", "slices.parquet", *["lengths.zst"][: "documents" in spec or "packing" in spec]]
     served = {f"{name}/{file}": (folder / name / file).stat().st_size for name in names for file in first}
@@ -81,7 +81,7 @@ def test_a_road_keeps_its_promises(
             for batch in loader:
                 samples = list(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()))
                 assert batch.inputs[: len(samples)].tolist() == [
-                    wanted[source][number].inputs for source, number in samples
+                    expected[source][number].inputs for source, number in samples
                 ]
                 read.update(samples)
             stats = loader.stats()
@@ -99,7 +99,7 @@ def test_a_road_keeps_its_promises(
             assert counts["requests"] == (Counter(server.requests) - Counter(tables)).total()
             assert counts["bytes"] == sum(server.bytes_sent.values()) - sum(world * served[name] for name in tables)
     assert set(read.values()) == {1}
-    num_samples = len(wanted[0]) - round(spec.get("validation_fraction", 0) * len(wanted[0]))
+    num_samples = len(expected[0]) - round(spec.get("validation_fraction", 0) * len(expected[0]))
     assert len(read) == (num_samples if len(names) == 1 else BATCH * STEPS)
     for name in counts:
         assert abs(planned[name] - counts[name]) <= 0.2 * counts[name], name

@@ -216,7 +216,7 @@ _SMALL = Patience(timeout_s=25.0)
 def read_range(
     origin: Origin, name: str, start: int, stop: int, patience: Patience, what: str = ""
 ) -> Iterator[memoryview]:
-    """Yield bytes [start, stop) of an object; a cut connection is resumed, and each byte begins the patience anew.
+    """Yield bytes [start, stop) of an object; a cut connection is resumed, and each byte begins the patience again.
 
     A chunk is valid until the next is requested. `what`: in the log. Errors as of Origin.read.
     """

@@ -45,7 +45,7 @@ def retry_after_s(text: str, now: float) -> float | None:
 def log_while_waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
     """Log what the block waits for after FIRST_S and every EVERY_S; `what` is called in another thread.
 
-    Where it returns "", something came meanwhile, and the wait begins anew. Of nested waits the inner one is told.
+    Where it returns "", something came meanwhile, and the wait begins again. Of nested waits the inner one is told.
 
     One thread serves all waits of a process, and ends with the last of them: a wait costs a few microseconds.
     """
@@ -79,10 +79,10 @@ class _Waits:
 
     def watch(self) -> None:
         time.sleep(_LOOK_EVERY_S)
-        while self._tell():
+        while self._report():
             time.sleep(_LOOK_EVERY_S)
 
-    def _tell(self) -> bool:
+    def _report(self) -> bool:
         """Log what is due; return False without waits. In a frame of its own: nothing of a wait is kept meanwhile."""
         with self.lock:
             if not self.all:

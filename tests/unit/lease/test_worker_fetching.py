@@ -265,25 +265,25 @@ def test_a_slice_waits_for_space_until_others_are_used(worker: FetchingWorker, m
     assert worker.fetched(current) == CONTENT
 
 
-@pytest.mark.parametrize("cause, is_node, ends", [("unserved", False, True), ("leased", False, False),
+@pytest.mark.parametrize("cause, is_node, is_ended", [("unserved", False, True), ("leased", False, False),
     ("paused", False, False), ("leased", True, False), ("avoided", True, True)])  # fmt: skip
 def test_without_a_slice_for_its_patience_a_worker_ends_unless_others_have_them(
-    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, ends: bool
+    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, is_ended: bool
 ) -> None:
-    """With a node that is gone, each lease ends with a fault, and another one follows."""
+    """With a node that is gone, each lease is_ended with a fault, and another one follows."""
     node = make_node("gone")
     node.server.close()
     for number in range(4):
         if worker.fetcher.failure is not None:
             break
-        if is_node and (ends or not number):
+        if is_node and (is_ended or not number):
             worker.lost(lease(worker, node, lease_id=f"{number}"))
         request = worker.leases.state.request(time.monotonic())
         reply = answer(lost=list(request.known_leases or ()), cause=cause, reason=f"since {cause}")
         worker.leases.state.receive(request, reply, time.monotonic())
         clock[0] += 4.0
         worker.fetcher.update()
-        told = worker.leases.state.describe_wait()
-        assert told.startswith(f"a lease: since {cause}") and ("cannot reach" in told) == is_node
-    assert (worker.fetcher.failure is not None) == ends
-    assert not ends or ("cannot reach" if is_node else "since unserved") in str(worker.fetcher.failure)
+        message = worker.leases.state.describe_wait()
+        assert message.startswith(f"a lease: since {cause}") and ("cannot reach" in message) == is_node
+    assert (worker.fetcher.failure is not None) == is_ended
+    assert not is_ended or ("cannot reach" if is_node else "since unserved") in str(worker.fetcher.failure)

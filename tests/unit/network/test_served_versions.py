@@ -12,9 +12,9 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
+from forebay.network import peer_dataset
 from forebay.network.access import AccessPolicy
 from forebay.network.client import RemoteError
-from forebay.network import peer_dataset
 from forebay.storage.origins import open_remote
 from support.nodes import NAME, Network, make_dataset
 from support.waiting import until

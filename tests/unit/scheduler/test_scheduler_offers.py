@@ -74,23 +74,23 @@ def test_a_worker_is_told_why_it_gets_no_lease() -> None:
     assert exchange(core, "a", 0.0).cause == ""
     core.add_origins([], 3.0)
 
-    def told(worker, now, **fields):
+    def cause_of(worker, now, **fields):
         reply = exchange(core, worker, now, want=1, **fields)
         assert not reply.leases and reply.reason
         return reply.cause
 
-    assert told("b", 7.0) == "unserved"
+    assert cause_of("b", 7.0) == "unserved"
     assert core.unserved(7.0) == exchange(core, "b", 7.0, want=1).reason == "no data node serves 'x'; last seen 7 s ago"
     core.add_origins([ORIGIN], 8.0)
     assert not core.unserved(8.0)
     (other,) = exchange(core, "b", 8.0, want=1).leases
-    assert told("c", 8.0) == "leased"
+    assert cause_of("c", 8.0) == "leased"
     core.pause(True)
-    assert told("c", 8.0) == "paused"
+    assert cause_of("c", 8.0) == "paused"
     core.pause(False)
-    assert told("b", 8.0, release=(other.lease_id,)) == "avoided"
+    assert cause_of("b", 8.0, release=(other.lease_id,)) == "avoided"
     core.bar("b", 8.0)
-    assert told("b", 9.0) == "barred"
+    assert cause_of("b", 9.0) == "barred"
     core.add_origins([], 9.0)
     exchange(core, "a", 9.0, uses=(full_use(used),))
     exchange(
