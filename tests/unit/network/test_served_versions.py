@@ -54,7 +54,7 @@ def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(
         assert not service.status()["providers"]
         other = network.serve(served)
         until(lambda: [provider["address"] for provider in service.status()["providers"]] == [other.address])
-        assert not service.status()["unserved"]
+        until(lambda: not service.status()["unserved"])
         assert np.array_equal(*(dataset.tensors["tokens"] for dataset in (remote.read_slice(1), first.open_slice(1))))
         assert network.work("worker", service)["done"]
         network.assert_used_once(15)
