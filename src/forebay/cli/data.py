@@ -88,7 +88,8 @@ def _verify(args: Namespace) -> int:
     else:
         for name in report.bad:
             print(f"bad: {name}")
-        print("Fetch or prepare these again; do not train on this dataset before.", file=sys.stderr)
+        advice = "Fetch or prepare these again; do not train on this dataset before."
+        print(report.reason or advice, file=sys.stderr)
     return 0 if report.ok else 1
 
 

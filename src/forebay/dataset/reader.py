@@ -53,6 +53,7 @@ class VerifyReport:
     extra: list[str] = field(default_factory=list)  # Present and not listed; only slices among them are in `bad`.
     has_hashes: bool = True  # Whether every byte was compared with a hash.
     checks: tuple[str, ...] = ("SHA-256 of every file",)  # What was checked, in words.
+    reason: str = ""  # What is wrong with the manifest, if that is bad: it may be of another version.
 
     @property
     def level(self) -> str:
@@ -467,8 +468,8 @@ def verify_dataset(path: str | Path, on_progress: Callable[[int], None] | None =
     data = _read(folder, MANIFEST_FILE)
     try:
         manifest = Manifest.from_json(data)
-    except DatasetError:
-        return VerifyReport(False, [MANIFEST_FILE], changed=[MANIFEST_FILE])
+    except DatasetError as error:
+        return VerifyReport(False, [MANIFEST_FILE], changed=[MANIFEST_FILE], reason=str(error))
     table_path = folder / TABLE_FILE
     if not table_path.is_file():
         return VerifyReport(False, [TABLE_FILE], missing=[TABLE_FILE])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
+from forebay.cli import main
 from forebay.dataset.chunks import HASH_BYTES, MIN_CHUNK_BYTES
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.lengths import LENGTHS_FILE, encode_lengths
@@ -79,10 +80,14 @@ def test_golden_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["1", "2", "4", "3.0", "true", '"3"'])
-def test_other_formats_are_refused(version: str) -> None:
+def test_other_formats_are_refused(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = (GOLDEN / "manifest.json").read_text().replace('"format": 3', f'"format": {version}')
-    with pytest.raises(DatasetError, match=r"expected format 3, got format .*\. Prepare the dataset again"):
-        Manifest.from_json(data.encode())
+    (tmp_path / "manifest.json").write_text(data)
+    with pytest.raises(DatasetError, match=r"expected format 3, got format .*\. Prepare the dataset again") as error:
+        open_dataset(tmp_path)
+    assert main(["verify", str(tmp_path), "-q"]) == 1
+    output = capsys.readouterr()
+    assert output.out == "bad: manifest.json\n" and output.err.strip() in str(error.value)
 
 
 _DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "?"]
