@@ -445,10 +445,10 @@ class ChunkFeed:
             return
         self._no_room, limit = "", self._settings.connections + _QUEUED
         for group, chunks in urgent:
+            if waiting is None or len(self._running) >= limit:
+                break
             absent = self._fetchable(group, chunks)
-            if waiting is None or not len(absent) or len(self._running) >= limit:
-                continue
-            if not self._fetch(group, self._extend(waiting, group, int(absent[0]))):
+            if len(absent) and not self._fetch(group, self._extend(waiting, group, int(absent[0]))):
                 return
         for plan in self._plans:
             while plan.position < len(plan.todo):

@@ -58,10 +58,11 @@ class ChunkPins:
 
     def window_ends(self, step: int, keys: I64, chunks: I64) -> I64:
         """The step at which all of the windows is read that each chunk lies in, about."""
-        # Both until of a chunk: a window may end in it.
-        return np.maximum(
-            step, np.maximum(*(self._of_chunks(self._run.window_ends, step, keys, chunks + i) for i in (0, 1)))
-        )
+        # At both edges of a chunk: a window may end in it.
+        edges = np.concatenate([chunks, chunks + 1])
+        stops = self._of_chunks(self._run.window_ends, step, np.concatenate([keys, keys]), edges)
+        stop: I64 = np.maximum(step, stops.reshape(2, -1).max(axis=0))
+        return stop
 
     def _of_chunks(self, read: Callable[[int, int, I64, I64], I64], step: int, keys: I64, chunks: I64) -> I64:
         """`read` (step, dataset, slices, samples) of the sample at the beginning of each chunk."""

@@ -158,7 +158,7 @@ class BatchPlanner:
             self._next_step = plan.stop
             # The chunks of the first steps come first.
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)
-            self._run_bytes *= 2
+            self._run_bytes *= 4
             if self._slices.cached:
                 steps = max(1, self._slices.ahead_bytes // _PLANS_AHEAD // self._step_bytes)
                 self._num_steps = min(self._num_steps, self._stride * steps)

@@ -25,7 +25,7 @@ TINY_PART = 0.01  # Of the bytes of all datasets: what is fetched twice below th
 _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and one with the header of the slice.
 _COUNTED_DEMAND, _COUNTED_STEPS = 1 << 17, 4096  # Samples and steps, at most, whose chunks are counted.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
-FIRST_REQUEST_BYTES = 64 << 10  # A request for the first steps; for each plan after them twice as many,
+FIRST_REQUEST_BYTES = 64 << 10  # A request for the first steps; for each plan after them four times as many,
 MAX_REQUEST_BYTES = 2 << 20  # at most so many,
 _HASHES_OF_PARTS, _HASHES_OF_ALL = 1.0, 0.25  # Requests for hashes of chunks, by slice: of several nodes, of one.
 REQUESTS_OF_CACHE = 16  # and such a part of the cache.
@@ -130,7 +130,7 @@ class Footprint:
         parts = np.diff(np.union1d(stops, np.arange(pieces + 1) * num_samples // max(1, pieces))) * size.sample_bytes
         again = self.fetch_ratio(cache_bytes) / max(1.0, self.fetch_ratio(self.num_bytes))
         first = min(limit, self.num_bytes / order.num_lanes, float(parts.mean())) / FIRST_REQUEST_BYTES
-        slices = again * np.ceil(parts / limit).sum() + lanes * np.log2(max(1.0, first))
+        slices = again * np.ceil(parts / limit).sum() + lanes * (np.log2(max(1.0, first)) // 2)
         hashed = len(parts) if size.chunk_bytes < self.num_bytes / len(stops) else 0  # Those of neighbours come, too.
         slices += len(parts) * (self.has_heads and parts.mean() > FIRST_REQUEST_BYTES)
         return int(slices + hashed * (_HASHES_OF_PARTS if self.num_nodes > 1 else _HASHES_OF_ALL))

@@ -114,7 +114,7 @@ class Run:
         if self.mixture is None:
             return self.progress(step).epoch, self.epoch_stop(step)
         taken = self.progress(step).samples_taken
-        sources, own = self.mixture.locate(np.arange(taken, taken + int(self.batch_lens(step, step + 1)[0])))
+        sources, own = self.mixture.locate(np.arange(taken, taken + self._mean_size(step)))
         epochs = np.unique(self.orders[source].passes(own[sources == source])[0])
         return (int(epochs[0]) if len(epochs) == 1 else None), None
 
@@ -159,7 +159,7 @@ class Run:
         return self.mixture.positions(source, order.position(epoch) + locate(order, epoch))
 
     def _mean_size(self, step: int) -> int:
-        return int(self.batch_lens(step, step + 1)[0])
+        return self._segments(step, step + 1)[0].size
 
     def _steps_at(self, step: int, taken: int, positions: I64, ranks: tuple[int, int], world_size: int) -> I64:
         """When ranks read positions of the epoch of a run step before which `taken` were read; `NEVER`: others do."""
