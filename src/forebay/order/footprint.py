@@ -130,7 +130,7 @@ class Footprint:
         parts = np.diff(np.union1d(stops, np.arange(pieces + 1) * num_samples // max(1, pieces))) * size.sample_bytes
         again = self.fetch_ratio(cache_bytes) / max(1.0, self.fetch_ratio(self.num_bytes))
         first = min(limit, self.num_bytes / order.num_lanes, float(parts.mean())) / FIRST_REQUEST_BYTES
-        slices = again * np.ceil(parts / limit).sum() + lanes * (np.log2(max(1.0, first)) // 2)
+        slices = again * np.ceil(parts / limit).sum() + lanes * max(0.0, np.log2(max(1.0, first)) - 1) / 2
         hashed = len(parts) if size.chunk_bytes < self.num_bytes / len(stops) else 0  # Those of neighbours come, too.
         slices += len(parts) * (self.has_heads and parts.mean() > FIRST_REQUEST_BYTES)
         return int(slices + hashed * (_HASHES_OF_PARTS if self.num_nodes > 1 else _HASHES_OF_ALL))
