@@ -33,7 +33,7 @@ from forebay.load.samples import SampleIndex
 from forebay.maps import map_offset
 
 _BLOCK = 64  # Document ends.
-_READ_TOKENS = 1 << 17  # Copied at once, if a batch has not more.
+_READ_TOKENS = 1 << 16  # Copied at once, if a batch has not more: few, which stay in the processor's cache.
 _CACHED_RANGES = 1 << 22  # Of packed sections, 12 bytes each.
 
 
@@ -97,7 +97,8 @@ class _Plan:
     def read(self, start: int, stop: int) -> Array:
         """Rows [start, stop) as they are stored, a view that is valid until the next call."""
         if not self._start <= start <= stop <= self._stop:
-            end = min(len(self._first_ranges) - 1, max(stop, start + _READ_TOKENS // self._width))
+            batches = max(1, _READ_TOKENS // max(1, (stop - start) * self._width))
+            end = min(len(self._first_ranges) - 1, start + (stop - start) * batches)
             if end - start > len(self._buffer):
                 self._buffer = np.empty((end - start, self._width), self._stored)
             self._start = self._stop = start
