@@ -309,33 +309,6 @@ def new_batch(
     return TokenBatch(inputs=inputs, labels=labels, _masks=masks, **numbers)
 
 
-def pack_batch(batch: NumpyTokens | NumpyRows) -> tuple[tuple[Any, ...], dict[str, NDArray[Any]]]:
-    """(numbers, arrays by name): what `unpack_batch` makes an equal batch of."""
-    is_tokens = isinstance(batch, TokenBatch)
-    arrays = {"inputs": batch.inputs, "labels": batch.labels} if is_tokens else batch.arrays()
-    arrays[" sample_ids"] = batch.sample_ids
-    if batch._dataset_index is not None:
-        arrays[" dataset_index"] = batch._dataset_index
-    if isinstance(batch, TokenBatch) and batch._masks is not None:
-        arrays |= {" cu_seqlens": batch._masks.cu_seqlens, " documents": batch._masks.numbers}
-    return (is_tokens, batch.epoch, batch.step, batch.epoch_step, batch.weight), arrays
-
-
-def unpack_batch(numbers: tuple[Any, ...], arrays: dict[str, NDArray[Any]]) -> NumpyTokens | NumpyRows:
-    """The batch that `pack_batch` took apart."""
-    is_tokens, epoch, step, epoch_step, weight = numbers
-    common: dict[str, Any] = {
-        "sample_ids": arrays.pop(" sample_ids"), "_dataset_index": arrays.pop(" dataset_index", None), "epoch": epoch,
-        "step": step, "epoch_step": epoch_step, "weight": weight,
-    }  # fmt: skip
-    if not is_tokens:
-        return RowBatch(tensors=arrays, **common)
-    inputs, masks = arrays["inputs"], None
-    if " cu_seqlens" in arrays:
-        masks = DocumentMasks(arrays[" cu_seqlens"], arrays[" documents"], inputs.shape)
-    return TokenBatch(inputs=inputs, labels=arrays["labels"], _masks=masks, **common)
-
-
 def owner_of(array: NDArray[Any]) -> NDArray[Any]:
     """The array of which `array` is a view, if that is contiguous, of its type, and little larger; else `array`."""
     base = array.base

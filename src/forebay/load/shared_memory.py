@@ -5,8 +5,10 @@ that is free when the last array that the reader made of it is deleted. A writer
 memory, sends the bytes themselves. Segments have no name in the file system, so a kill leaks none.
 """
 
+import io
 import mmap
 import os
+import pickle
 import socket
 import tempfile
 from collections.abc import Callable, Iterable
@@ -15,10 +17,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from forebay.arrays import U8, Array
-from forebay.load.batch import owner_of, pack_batch, unpack_batch
+from forebay.arrays import U8
+from forebay.load.batch import owner_of
 
-_Spec: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # Name, type, shape, strides, offset.
+_Part: TypeAlias = tuple[bytes, list[tuple[int, int]]]  # A pickled item, and where its arrays are in the segment.
 
 _HEADER = 64  # Byte 0: 1 while a reader holds the segment, or a message is on its way.
 _ALIGN = 64
@@ -50,7 +52,7 @@ class SegmentWriter:
         An error of `items` is raised after the items before it were sent.
         """
         number, segment, stop = None, np.empty(0, np.uint8), _HEADER
-        parts: list[tuple[Any, list[_Spec]]] = []
+        parts: list[_Part] = []
         error: Exception | None = None
         iterator = iter(items)
         while len(parts) < max_items:
@@ -60,11 +62,9 @@ class SegmentWriter:
                 item, error = None, failure
             if item is None:
                 break
-            fields, arrays = pack_batch(item)
+            pickled, buffers = _pickle(item)
             del item  # Its memory is used for the next one.
-            views = [(name, array, owner_of(array)) for name, array in arrays.items()]
-            owners = {id(owner): owner for _, _, owner in views}
-            size = sum(owner.nbytes + _ALIGN for owner in owners.values())
+            size = sum(buffer.nbytes + _ALIGN for buffer in buffers)
             if stop + size > len(segment):  # Usually for the first item only: the others have its size.
                 last, last_number, capacity = segment, number, stop + size * (max_items - len(parts))
                 number = self._acquire(capacity)
@@ -72,17 +72,13 @@ class SegmentWriter:
                 segment[_HEADER:stop] = last[_HEADER:stop]
                 if last_number is not None:
                     last[0] = 0
-            offsets = {}
-            for key, owner in owners.items():
-                segment[stop : stop + owner.nbytes] = np.ascontiguousarray(owner).reshape(-1).view(np.uint8)
-                offsets[key] = stop - _HEADER - _address(owner)
-                stop += -(-owner.nbytes // _ALIGN) * _ALIGN
-            specs = [
-                (name, array.dtype.str, array.shape, array.strides, offsets[id(owner)] + _address(array))
-                for name, array, owner in views
-            ]
-            del arrays, views, owners, owner
-            parts.append((fields, specs))
+            places = []
+            for buffer in buffers:
+                segment[stop : stop + buffer.nbytes] = buffer
+                places.append((stop - _HEADER, stop - _HEADER + buffer.nbytes))
+                stop += -(-buffer.nbytes // _ALIGN) * _ALIGN
+            del buffers, buffer
+            parts.append((pickled, places))
         if parts or error is None:
             location = segment[:stop] if number is None else number
             new = [len(segment) for segment in self._segments[len(self._segments) - len(self._new) :]]
@@ -141,12 +137,9 @@ class SegmentReader:
         else:
             raw = _HeldSegment((stop - _HEADER,), np.uint8, self._segments[location], _HEADER)
             raw.flag = np.frombuffer(self._segments[location], np.uint8, 1)
+        view = memoryview(raw)  # type: ignore[arg-type]
         return head, [
-            unpack_batch(
-                fields,
-                {name: np.ndarray(shape, kind, raw, start, strides) for name, kind, shape, strides, start in specs},
-            )
-            for fields, specs in parts
+            pickle.loads(pickled, buffers=[view[low:high] for low, high in places]) for pickled, places in parts
         ]
 
     def close(self) -> None:
@@ -165,5 +158,19 @@ def create_shared_memory(size: int) -> int:
     return descriptor
 
 
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
+class _Pickler(pickle.Pickler):
+    """Two views of one array cross as that array."""
+
+    def reducer_override(self, item: Any) -> Any:
+        owner = owner_of(item) if type(item) is np.ndarray else item
+        if owner is item:
+            return NotImplemented
+        offset = item.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+        return np.ndarray, (item.shape, item.dtype, owner, offset, item.strides)
+
+
+def _pickle(item: Any) -> tuple[bytes, list[U8]]:
+    """(an item without the bytes of its arrays, these bytes)."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, 5, buffer_callback=buffers.append).dump(item)
+    return file.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
