@@ -21,7 +21,8 @@ from forebay.machine import user_cache
 from forebay.maps import map_file
 
 _MARK_BYTES = 16
-_READ_CHUNKS = 64
+_READ_BYTES = 1 << 18  # At once: more are slower.
+_MAX_LEAVES = 64  # Slices whose leaves are kept while they are verified part by part.
 
 
 class VerifiedChunks:
@@ -32,6 +33,7 @@ class VerifiedChunks:
         self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}-2"
         self._first = first_chunks(table.bytes, table.chunk_bytes)
         self._bytes: U8 | None = None
+        self._leaves: dict[int, bytes] = {}
 
     def is_verified(self, index: int, path: Path, row: SliceInfo) -> bool:
         """Whether all chunks of a slice are. Raises DatasetError if its file is missing."""
@@ -53,10 +55,14 @@ class VerifiedChunks:
         missing = first + np.flatnonzero(flags[first:last] == 0)
         if not len(missing):
             return
-        expected, size = leaves(), row.chunk_bytes
+        expected, size = self._leaves.get(index) or leaves(), row.chunk_bytes
+        if len(self._leaves) >= _MAX_LEAVES:
+            self._leaves.clear()
+        self._leaves[index] = expected
         for run in consecutive_runs(missing):
-            for start in range(0, len(run), _READ_CHUNKS):
-                low, high = int(run[start]), int(run[min(len(run), start + _READ_CHUNKS) - 1]) + 1
+            count = max(1, _READ_BYTES // size)
+            for start in range(0, len(run), count):
+                low, high = int(run[start]), int(run[min(len(run), start + count) - 1]) + 1
                 data = _read(path, low * size, min(row.bytes, high * size))
                 if low * size + len(data) < min(row.bytes, high * size):
                     raise DatasetError(
@@ -71,6 +77,8 @@ class VerifiedChunks:
                         "prepare this slice again."
                     )
                 flags[low:high] = 1
+        if flags.all():
+            self._leaves.pop(index, None)
 
     def _flags(self, index: int, path: Path, row: SliceInfo) -> U8:
         """The flags of a slice's chunks, cleared if its file changed."""

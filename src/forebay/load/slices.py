@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,8 +98,8 @@ class SliceReader(ChunkFeed):
         return index, opened
 
     def read_ahead(self, keys: I64, starts: I64, stops: I64) -> None:
-        """Let the kernel read byte ranges of local files that are used soon, in a thread; a no-op on macOS."""
-        if not hasattr(os, "posix_fadvise") or not len(keys) or all(self._cached):
+        """In a thread, read byte ranges of local files that are used soon, and hash chunks that are not verified."""
+        if not len(keys) or all(self._cached):
             return
         order = np.argsort(keys, kind="stable")
         edges = np.flatnonzero(np.diff(keys[order], prepend=-1))
@@ -112,7 +111,7 @@ class SliceReader(ChunkFeed):
                 self._advised[key] = start, start + size
                 dataset, index = self.find(key)
                 self._readahead = self._readahead or ThreadPoolExecutor(1, "readahead")
-                self._readahead.submit(_read_ahead, dataset.slice_path(index), start, size)
+                self._readahead.submit(_read_ahead, dataset, index, start, start + size)
 
     def pause(self) -> None:
         pool, self._readahead, self._advised = self._readahead, None, {}
@@ -121,10 +120,13 @@ class SliceReader(ChunkFeed):
         super().pause()
 
 
-def _read_ahead(path: Path, start: int, size: int) -> None:
-    with contextlib.suppress(OSError):  # Opening the slice raises the error.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
+def _read_ahead(dataset: Dataset, index: int, start: int, stop: int) -> None:
+    chunk_bytes = dataset.table.chunk_bytes
+    with contextlib.suppress(OSError, DatasetError):  # Using the slice raises the error.
+        if hasattr(os, "posix_fadvise"):  # Not of macOS.
+            descriptor = os.open(dataset.slice_path(index), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+        dataset.verify_chunks(index, start // chunk_bytes, -(-stop // chunk_bytes))
