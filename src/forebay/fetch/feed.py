@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -74,21 +74,24 @@ class CacheSettings:
         return _EXTENDED * self.ahead_bytes(sharers)
 
 
-class Providers(Protocol):
+class Providers:
     """Who sends the slices of a run, by key; in the process that made it."""
 
-    passes_on: bool
+    passes_on = False
     """Whether a slice is fetched as a whole, since others get it from here."""
 
     def origin(self, key: int) -> Sources:
         """Return who sends a slice."""
+        raise NotImplementedError
 
     def release(self, key: int, is_complete: bool) -> None:
         """Nothing more of a slice is fetched now; `is_complete`: all of it is here."""
 
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, int]:
+        return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """No slice is asked for any more. May be repeated."""
 
 
 class ChunkFeed:

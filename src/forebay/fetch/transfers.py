@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
@@ -33,44 +32,10 @@ _MIN_RUN_BYTES = 1 << 20
 _PROGRESS_S = 0.1
 
 
-class Transfer(ABC):
-    """The download of one slice into the file `part`; after its end, nothing is written to it."""
-
-    def __init__(self, info: SliceInfo, part: Path) -> None:
-        self.info = info
-        self.part = part
-        self._end_state: Future[None] = Future()
-
-    @property
-    @abstractmethod
-    def received(self) -> int:
-        """Bytes in the file, those of earlier runs included."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """End the transfer soon; what was received is kept. No effect after the end."""
-
-    @property
-    def error(self) -> Exception | None:
-        """None after the end: `part` is complete and verified."""
-        return cast(Exception | None, self._end_state.exception()) if self._end_state.done() else None
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end; False after `timeout` seconds."""
-        return bool(futures.wait([self._end_state], timeout).done)
-
-    def on_done(self, callback: Callable[[Transfer], object]) -> None:
-        """Call `callback` once at the end, in another thread; at once, in this one, if it has ended."""
-        self._end_state.add_done_callback(lambda _: callback(self))
-
-    def finish(self, error: Exception | None) -> None:
-        """End the transfer. Only the first call has an effect."""
-        with suppress(InvalidStateError):
-            self._end_state.set_exception(error) if error is not None else self._end_state.set_result(None)
-
-
-class ChunkTransfer(Transfer):
+class ChunkTransfer:
     """The absent chunks of a file, from all sources of an origin at once; `start` it.
+
+    After its end nothing is written to the file.
 
     Args:
         chunks: To fetch, unless they are present: claimed, so that no other process fetches them; by default all.
@@ -82,8 +47,8 @@ class ChunkTransfer(Transfer):
         self, fetcher: RunFetcher, entry: ChunkFile, info: SliceInfo, origin: Sources, *,
         chunks: I64 | None = None, read_leaves: Callable[[], bytes] = bytes, run_bytes: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(info, entry.path)
-        self._fetcher, self._entry = fetcher, entry
+        self.info, self._fetcher, self._entry = info, fetcher, entry
+        self._end_state: Future[None] = Future()
         run_bytes = run_bytes or min(RUN_BYTES, max(_MIN_RUN_BYTES, -(-entry.info.bytes // fetcher.connections)))
         count = max(1, run_bytes // entry.chunk_bytes)
         chunks = np.arange(entry.layout.num_chunks) if chunks is None else chunks
@@ -103,6 +68,7 @@ class ChunkTransfer(Transfer):
 
     @property
     def received(self) -> int:
+        """Bytes in the file, those of earlier runs included."""
         return self._base + sum(run.position - run.first * self._entry.chunk_bytes for run in self._runs)
 
     def start(self) -> Self:
@@ -139,7 +105,17 @@ class ChunkTransfer(Transfer):
             raise self.error
 
     def cancel(self) -> None:
+        """End the transfer; what was received is kept. No effect after the end."""
         self._end(TransferCancelledError(self.info.name))
+
+    @property
+    def error(self) -> Exception | None:
+        """None after the end: the file is complete and verified."""
+        return cast(Exception | None, self._end_state.exception()) if self._end_state.done() else None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; False after `timeout` seconds."""
+        return bool(futures.wait([self._end_state], timeout).done)
 
     def _start_runs(self) -> bool:
         """Start as many runs as there are connections; return whether all have ended. With the lock held."""
@@ -173,8 +149,12 @@ class ChunkTransfer(Transfer):
             self._fetcher.cancel(self._running)
             self._base, self._runs, self._todo = self.received, [], []
         if isinstance(error, OSError) and not isinstance(error, ForebayError):
-            error = disk_error(self.part, self.info.bytes, error)
-        self.finish(error)
+            error = disk_error(self._entry.path, self.info.bytes, error)
+        self._finish(error)
+
+    def _finish(self, error: Exception | None) -> None:
+        with suppress(InvalidStateError):  # It has ended before.
+            self._end_state.set_exception(error) if error is not None else self._end_state.set_result(None)
 
 
 class FileTransfer(ChunkTransfer):
@@ -186,19 +166,19 @@ class FileTransfer(ChunkTransfer):
     def __init__(self, fetcher: RunFetcher, info: SliceInfo, part: Path, origin: Sources, **settings: Any) -> None:
         try:
             entry = _open(part, info)
+            self.part = part
         except OSError as error:
             raise disk_error(part, info.bytes, error) from error
         super().__init__(fetcher, entry, info, origin, **settings)
 
-    def finish(self, error: Exception | None) -> None:
-        """See Transfer."""
+    def _finish(self, error: Exception | None) -> None:
         if error is None:
             try:
                 sync_file(self.part)  # Without a map it counts as complete.
                 self._entry.map_path.unlink(missing_ok=True)
             except OSError as fault:
                 error = disk_error(self.part, self.info.bytes, fault)
-        super().finish(error)
+        super()._finish(error)
 
 
 def map_path_of(part: Path) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.cache import ChunkCache, NoSpaceError
-from forebay.fetch.feed import ChunkFeed
+from forebay.fetch.feed import ChunkFeed, Providers
 from forebay.fetch.needs import PlanNeeds
 from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.messages import Lease, prove
@@ -94,7 +94,7 @@ class LeaseProviders:
         return wrong or is_other
 
 
-class GrantedProviders:
+class GrantedProviders(Providers):
     """Who sends the slices of leases, by key: the providers of a feed, see `Providers`."""
 
     passes_on = True
@@ -104,15 +104,6 @@ class GrantedProviders:
 
     def origin(self, key: int) -> LeaseProviders:
         return self.by_key[key]
-
-    def release(self, key: int, is_complete: bool) -> None:
-        pass
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 class LeaseFetches:

@@ -16,7 +16,7 @@ from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, UsageError
 from forebay.fetch.cache import ChunkCache
 from forebay.fetch.chunk_file import MapLayout, round_up
-from forebay.fetch.feed import CacheSettings
+from forebay.fetch.feed import CacheSettings, Providers
 from forebay.machine import memory_bytes, user_cache
 
 if TYPE_CHECKING:
@@ -91,10 +91,8 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
     return int(budget_bytes)
 
 
-class Origins:
+class Origins(Providers):
     """The origins of the datasets of a run, as providers of a feed. `first_key` [D + 1]: of each dataset's slice 0."""
-
-    passes_on = False
 
     def __init__(self, datasets: Sequence[Dataset], first_key: I64) -> None:
         self._datasets, self._first_key = datasets, first_key
@@ -107,15 +105,6 @@ class Origins:
         if number not in self._origins:
             self._origins[number] = origin_of(self._datasets[number])
         return self._origins[number]
-
-    def release(self, key: int, is_complete: bool) -> None:
-        pass
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 class Swarms(Origins):

@@ -347,29 +347,6 @@ def test_our_own_fault_is_not_hidden(tmp_path: Path) -> None:
         assert fetch(fetcher, tmp_path / "part", Fake("x", honest)) is None, "the pool lives on"
 
 
-def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
-    hold, after = threading.Event(), threading.Event()
-
-    def fails(transfer):
-        raise ValueError("theirs")
-
-    def paused(start, stop):
-        assert hold.wait()
-        yield from honest(start, stop)
-
-    with RunFetcher(1, **QUICK) as fetcher:
-        transfer = start(fetcher, tmp_path / "part", Fake("x", paused))
-        transfer.on_done(fails)
-        transfer.on_done(lambda _: after.set())
-        hold.set()
-        assert transfer.wait() and transfer.error is None
-        assert fetch(fetcher, tmp_path / "other", str(tmp_path / "none")) is not None
-        assert after.wait()
-        late = []
-        transfer.on_done(late.append)
-        assert late == [transfer]
-
-
 @pytest.mark.parametrize("wrong", [{"connections": 0}, {"tries": 0}])
 def test_bad_arguments(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="expected at least one connection and try"):
