@@ -422,8 +422,8 @@ class ChunkFeed:
     def _missing(self, plan: PlanNeeds, step: int) -> list[tuple[ChunkGroup, I64]]:
         missing = []
         for group in plan.waiting:
-            if group.entry is not None and not self._is_complete(group):
-                required = group.chunks[group.first_steps <= step]
+            required = group.chunks[group.first_steps <= step]
+            if group.entry is not None and len(required) and not self._is_complete(group):
                 required = required[group.entry.marks[required] != PRESENT]
                 if len(required):
                     missing.append((group, required))
