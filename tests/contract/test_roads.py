@@ -4,8 +4,10 @@ Before the first batch nothing is read of all slices. The samples are the refere
 keeps its budget. What is counted is what a server sends, and what is planned is within a fifth of that.
 """
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 
 from forebay import Loader, Mixture
+from forebay.dataset.reader import Dataset, open_dataset
 from forebay.load.options import SampleOptions
 from forebay.load.packing import DocumentSubset
 from forebay.order.footprint import num_requests
+from forebay.storage.origins import open_remote
 from support.origin_server import OriginServer
 from support.reference_samples import Sample, samples_of, to_lists, write_slices
 
@@ -30,7 +34,8 @@ CASES: dict[str, dict] = {
     "mixture": {"names": ["set", "two"]}, "small cache": {"part": 0.45},
 }  # fmt: skip
 FIRST = {"set": 0, "two": 1 << 20}  # The first token.
-ORIGINS = {"in place": 1, "cached": 1, "http": 1, "bucket": 1, "http to 3 nodes": 3}
+ORIGINS = {"in place": 1, "cached": 1, "http": 1, "bucket": 1, "hub": 1, "a data node": 1, "http to 3 nodes": 3}
+HUB = "datasets/me/roads/resolve/main/"
 
 
 @cache
@@ -43,18 +48,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("roads")
     for name in ("set", "two"):
         write_slices(folder / name, SLICES, np.uint32, first=FIRST[name])
+        shutil.copytree(folder / name, folder / HUB / name)
     return folder
 
 
-def open_loader(base: str | Path, names: list[str], spec: Mapping[str, Any], **more: Any) -> Loader:
-    urls = {name: f"{base}/{name}" for name in names}
+def open_loader(urls: Mapping[str, Any], spec: Mapping[str, Any], **more: Any) -> Loader:
     documents = DocumentSubset(**spec["documents"]) if "documents" in spec else None
     samples = SampleOptions(documents=documents, validation_fraction=spec.get("validation_fraction", 0.0))
     options = {name: spec[name] for name in ("shuffle", "document_masks", "packing", "split") if name in spec}
-    if len(names) == 1:
+    if len(urls) == 1:
         return Loader(urls["set"], seq_len=SEQ_LEN, global_batch_size=BATCH, samples=samples, **options, **more)
-    data = Mixture(urls, dict.fromkeys(names, 1.0))
+    data = Mixture(urls, dict.fromkeys(urls, 1.0))
     return Loader(data, seq_len=SEQ_LEN, global_batch_size=BATCH, samples=samples, steps=STEPS, **options, **more)
+
+
+def serve(directory: Path, stack: ExitStack, folders: Mapping[str, str]) -> dict[str, Dataset]:
+    """The datasets of a network, which one data node serves, as a member finds them."""
+    nodes = pytest.importorskip("support.nodes", reason="libtorrent is not installed")
+    network = nodes.Network(directory, stack, "reader")
+    network.serve(*map(open_dataset, folders.values()))
+    own = {"identity": network.identity("reader"), "discovery": network.discovery}
+    return {name: open_remote(f"forebay://test/{name}", **own) for name in folders}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,16 +81,22 @@ def test_a_road_keeps_its_promises(
     expected = [reference(name, spec.get("packing", "concat"), **spec.get("documents", {})) for name in names]
     budget = int(spec.get("part", 2.0) * sum(path.stat().st_size for path in folder.glob("*/*.safetensors")))
     first = ["manifest.json", "slices.parquet", *["lengths.zst"][: "documents" in spec or "packing" in spec]]
-    served = {f"{name}/{file}": (folder / name / file).stat().st_size for name in names for file in first}
+    prefix = HUB if origin == "hub" else ""
+    served = {f"{prefix}{name}/{file}": (folder / name / file).stat().st_size for name in names for file in first}
     read, counts, planned = Counter[tuple[int, int]](), Counter[str](), Counter[str]()
-    with OriginServer(folder) as server:
-        for name, value in server.s3_environment.items():
+    with OriginServer(folder) as server, ExitStack() as stack:
+        for name, value in {**server.s3_environment, "HF_ENDPOINT": server.url}.items():
             monkeypatch.setenv(name, value)
-        base = {"in place": folder, "cached": folder, "bucket": server.s3_url}.get(origin, server.url)
+        bases = {"bucket": server.s3_url, "hub": "hf://datasets/me/roads"}
+        is_served = origin in bases or origin.startswith("http")
+        base = bases.get(origin, server.url) if is_served else folder
+        urls = {name: f"{base}/{name}" for name in names}
+        if origin == "a data node":
+            urls = serve(tmp_path, stack, urls)
         for rank in range(world):
             cached = {} if origin == "in place" else {"cache_dir": tmp_path / str(rank), "cache_bytes": budget}
-            loader = open_loader(base, names, spec, rank=rank, world_size=world, seed=3, **cached)
-            if base is not folder and not rank:
+            loader = open_loader(urls, spec, rank=rank, world_size=world, seed=3, **cached)
+            if is_served and not rank:
                 assert server.requests == dict.fromkeys(served, 1) and server.bytes_sent == served
             for batch in loader:
                 samples = list(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()))
@@ -95,7 +115,7 @@ def test_a_road_keeps_its_promises(
                 assert sum(512 * path.stat().st_blocks for path in (tmp_path / str(rank)).rglob("*")) <= budget
             loader.close()
         tables = {name: world for name in served if not name.endswith(".zst")}
-        if base is not folder:
+        if is_served:
             assert counts["requests"] == (Counter(server.requests) - Counter(tables)).total()
             assert counts["bytes"] == sum(server.bytes_sent.values()) - sum(world * served[name] for name in tables)
     assert set(read.values()) == {1}
