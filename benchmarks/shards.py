@@ -184,7 +184,7 @@ def _alternate(
             if upcoming.result.done():
                 step_index += 1
                 shards.at_step(step_index)
-                while shards.upcoming_dataset is None or not shards.upcoming_dataset.progress()["received"]:
+                while shards.upcoming_dataset is None or not shards.upcoming_dataset.received:
                     step()
             window(None, 0.05)
             window(step_times[0], 0.3)

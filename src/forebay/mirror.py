@@ -29,9 +29,10 @@ from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
-from forebay.fetch.downloads import Workers, download_large_file
+from forebay.fetch.downloads import Workers
 from forebay.fetch.engine import RunFetcher, Sources
 from forebay.fetch.transfers import FileTransfer, map_path_of
+from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.addresses import is_bucket
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
@@ -334,13 +335,12 @@ def mirror_shards(
     """
     origin = as_object_origin(open_origin(source))
     infos = {index: find_shard(origin, index) for index in list_shards(origin)}
-    last = max(infos)
+    last, sizes = max(infos), {index: shard.num_bytes for index, shard in infos.items()}
     selected = list(infos) if shards is None else list(range(shards.start or 0, shards.stop or last + 1))
     if not selected or not set(selected) <= set(infos):
         raise UsageError(f"shards: expected some of {min(infos)} to {last}, got {selected[:20]}.")
-    sizes = {index: shard.num_bytes for index, shard in infos.items()}
     with _open_target(to) as target:
-        store = target.store
+        store, folder = target.store, target.parts / "shards"
         if origin.url == open_origin(to).url:
             raise UsageError(f"mirror: expected another target than the source {store.url}. Name one.")
         absent = [index for index in selected if not _has_shard(store, infos[index])]
@@ -348,29 +348,34 @@ def mirror_shards(
         on_progress(sum(sizes[index] for index in skipped))
         waiting = [sizes[index] for index in absent]
         _check_room(target, sum(waiting) if target.folder else max(waiting, default=0))
-        folder = target.parts / "shards"
-        for index in absent:
-            parts = infos[index].ids, infos[index].tokens
-            for part in parts:
-                reported = 0
-
-                def report(received: int, size: int) -> None:
-                    nonlocal reported
-                    on_progress(received - reported)
-                    reported = received
-
-                download_large_file(origin, part.name, folder / part.name, max_workers=max_workers, on_progress=report)
-            _verify_shard(folder, index)
-            for part in parts:  # The ids first: a kill leaves no tokens without ids.
-                store.put(part.name, folder / part.name)
-            log.info("shard %d copied to %s", index, store.url)
-        shutil.rmtree(folder, ignore_errors=True)
+        with ShardCache(source, folder, max_workers=max_workers) as cache:
+            for index in absent:
+                _copy_shard(cache, index, store, on_progress)
+        shutil.rmtree(folder)
         missing = [index for index in infos if index not in selected and not _contains(store, infos[index])]
     return {
         "source": origin.url, "target": store.url, "shards": len(infos), "copied": absent, "skipped": skipped,
         "copied_bytes": sum(waiting), "skipped_bytes": sum(sizes[index] for index in skipped), "missing": missing,
         "complete": not missing,
     }  # fmt: skip
+
+
+def _copy_shard(cache: ShardCache, index: int, store: Store, on_progress: OnProgress) -> None:
+    shard, reported = cache.describe(index), 0
+
+    def report(received: int, total: int) -> None:
+        nonlocal reported
+        if total == shard.tokens.num_bytes:  # Else it is of the ids.
+            on_progress(received - reported)
+            reported = received
+
+    cache.obtain(index, threading.Event(), report).close()
+    tokens, ids = shard.infos()
+    for info in (ids, tokens):  # The ids first: a kill leaves no tokens without ids.
+        store.put(info.name, cache.cache.path_of(info.sha256))
+        cache.cache.discard(info.sha256)
+    on_progress(shard.num_bytes - reported)
+    log.info("shard %d copied to %s", index, store.url)
 
 
 def _verify_shard(folder: Path, index: int) -> None:

@@ -61,18 +61,18 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
 ) -> None:  # fmt: skip
     clock = SimpleNamespace(skipped=0.0)
 
-    def reported() -> list[str]:
+    def lines() -> list[str]:
         return [line for line in caplog.messages if re.search(f"^waiting for .*({REASONS[fault]})", line)]
 
     def await_line() -> None:
         """All waits under way began three seconds earlier."""
         for wait in list(retry._waits.all.values()):
             wait.began -= 3
-        until(reported)
+        until(lines)
 
     def sleep(seconds: float) -> None:
         """The pause between two tries: the line comes within the first one."""
-        if not reported():
+        if not lines():
             await_line()
         clock.skipped += seconds
 
@@ -81,7 +81,7 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
             until(lambda: server.requests)
             await_line()
             server.close()
-        until(reported)
+        until(lines)
         server.faults.requests_per_s = 0.0
 
     clock.sleep, clock.monotonic = sleep, lambda: time.monotonic() + clock.skipped
@@ -99,4 +99,4 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
     except ForebayError:
         assert fault != "busy" or way in ("shards", "hub")  # Which are not there.
     ending.join()
-    assert len(reported()) == 1
+    assert len(lines()) == 1

@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from forebay.order.mixture import Weights
 
 
+_BYTES_PER_ID = 512  # of tokens, of which a sample has 2048 of two bytes
+
+
 def _plan_shards(args: Namespace) -> int:
     """Plan `SharedShardedDatasetManager`: the shard in use, the next, and a third while ranks release the old one."""
+    from forebay.load.shard_files import SharedShards, num_requests
     from forebay.load.shards import COMMON_SHARDS
     from forebay.order.shard_windows import STEPS_PER_SHARD
     from forebay.units import format_bytes, format_seconds
@@ -28,12 +32,18 @@ def _plan_shards(args: Namespace) -> int:
     if args.dataset is None and (args.bytes is None or args.slice_bytes is None):
         raise UsageError("plan --shards: expected their URL, or --bytes of all and --slice-bytes of one. Give them.")
     if args.dataset is None:
-        shard_bytes, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
+        sizes, num_names = (
+            [(args.slice_bytes, args.slice_bytes // _BYTES_PER_ID)] * -(-args.bytes // args.slice_bytes),
+            2,
+        )
+        all_bytes, shard_bytes = args.bytes, args.slice_bytes
     else:
-        from forebay.load.shard_files import SharedShards
-
-        shards = SharedShards.open(args.dataset).describe()
-        shard_bytes, count = shards["largest_shard_bytes"], shards["shards"]
+        shards = SharedShards.open(args.dataset).shards
+        sizes = [(shard.tokens.num_bytes, shard.ids.num_bytes) for shard in shards]
+        num_names = 2 + shards[0].ids.name.endswith(".bin")
+        all_bytes, shard_bytes = sum(map(sum, sizes)), max(map(sum, sizes))
+    count, num_nodes = len(sizes), args.world_size // min(args.ranks_per_node, args.world_size)
+    passes = args.epochs if count > 2 else 1  # Two stay on the disk.
     num_steps = args.steps_per_shard or STEPS_PER_SHARD
     start_bytes = min(3, count) * shard_bytes
     fetch_s = shard_bytes / args.bandwidth if args.bandwidth else None
@@ -41,6 +51,8 @@ def _plan_shards(args: Namespace) -> int:
     plan: dict[str, Any] = {
         "shards": count, "shard_bytes": shard_bytes, "steps_per_shard": num_steps,
         "in_use_bytes": min(2, count) * shard_bytes,
+        "fetched_bytes": passes * all_bytes,
+        "requests": num_nodes * passes * num_requests(sizes, num_names),
         "start_bytes": start_bytes, "shard_fetch_s": fetch_s, "swap_stall_s": stall_s, "refused": [], "warnings": [],
     }  # fmt: skip
     free = None if args.disk is None else _free_bytes(args.disk)
@@ -55,6 +67,9 @@ def _plan_shards(args: Namespace) -> int:
     print(f"shards         {count} of {format_bytes(shard_bytes)}")
     print(f"disk           {format_bytes(plan['in_use_bytes'])}: the shard in use and the next")
     print(f"at the start   {format_bytes(start_bytes)}, with a third while ranks release the old one")
+    epochs = f"{args.epochs} epoch{'s' * (args.epochs > 1)}"
+    print(f"fetched        {format_bytes(plan['fetched_bytes'])} by a node in {epochs}")
+    print(f"requests       about {plan['requests']:,} by all nodes")
     if fetch_s is not None:
         print(f"shard comes in {format_seconds(fetch_s)}: training waits at a swap if it lasts less")
     if stall_s is not None:

@@ -1,26 +1,17 @@
 """The shards of an origin in a `ChunkCache`, and the fetch of one in a thread, retried until it is complete.
 
 The cache decides which process of the machine fetches, and has what is verified, pinned and reserved; its directory is
-the shards' alone. While training runs, a large shard is fetched in a process of the lowest priority: threads beside the
-training loop would compete with it for the interpreter's lock, 250 000 times a GB, and for the processors. The process
-is not started by `multiprocessing`, which would run the user's program again. Cost: 0.4 s of a processor to start, and
-60 MB.
+the shards' alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -31,11 +22,9 @@ import numpy as np
 from forebay.arrays import I64, Array
 from forebay.closing import Closing
 from forebay.dataset.chunks import num_chunks
-from forebay.dataset.manifest import SliceInfo
-from forebay.errors import DatasetError, ForebayError, IntegrityError, UsageError
+from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.fetch.cache import ChunkCache, Group
-from forebay.fetch.chunk_file import ChunkFile
-from forebay.fetch.downloads import Workers, open_fetcher, plan_download
+from forebay.fetch.downloads import Progress, Workers, open_fetcher, plan_download
 from forebay.fetch.transfers import ChunkTransfer
 from forebay.files import sync_file
 from forebay.load.shard_files import (
@@ -49,21 +38,18 @@ from forebay.load.shard_files import (
     read_samples,
     verify_pair,
 )
-from forebay.processes import end_with_parent
 from forebay.storage.base import PathOrigin, PinnedOrigin, Timeouts, as_object_origin
 from forebay.storage.origins import open_origin
 from forebay.storage.retry import backoff_s, log_while_waiting
 from forebay.threads import SupervisedThread
 from forebay.units import format_rate
 
-MIN_PROCESS_BYTES = 64 << 20  # Smaller shards are fetched in threads.
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 _MIN_RATED_S = 1.0  # Shorter downloads say nothing about the network.
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
-_MAX_SAME, _MAX_ROUNDS = 3, 10
+_MAX_SAME = 3  # times that a sample is wrong in the same way
 _POLL_S = 0.1
 _NUM_READERS = 16
-OnProgress = Callable[[int], object]
 log = logging.getLogger("forebay.load")
 
 
@@ -78,7 +64,6 @@ class ShardCache(Closing):
         max_workers: Workers = None, timeout_s: float = 300.0,
     ) -> None:  # fmt: skip
         plan_download(1, chunk_size, max_workers)  # Checks them.
-        self._arguments = url, str(folder), sequence_length, chunk_size, max_workers, timeout_s
         self._seq_len, self._timeout_s = sequence_length, timeout_s
         self._plan = partial(plan_download, chunk_size=chunk_size, max_workers=max_workers)
         self.origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
@@ -123,98 +108,70 @@ class ShardCache(Closing):
         shards = [shard for shard in list(self._layouts.values()) if shard.index in keep]
         self.cache.evict({info.sha256 for shard in shards for info in shard.infos()})
 
-    def obtain(self, fetch: ShardFetch, is_training: bool) -> ShardDataset:
-        """The verified samples of a shard, fetched if they are not here; they stay until they are closed.
-
-        Raises:
-            DatasetError, IntegrityError, NetworkError: If it cannot be fetched or verified.
-            UsageError: If the disk is full, or `fetch` is closed.
-        """
-        shard = self.describe(fetch.index, fetch.stopping)
-        if self.is_in_place(shard):
-            return ShardDataset(shard, *verify_pair(self._here.folder, shard))
-        fetch.total, fetched_bytes, started = shard.tokens.num_bytes, self.fetched_bytes, time.monotonic()
-        if is_training and shard.num_bytes >= MIN_PROCESS_BYTES:
-            self._fetch_in_process(shard, fetch)
-        pins = self.fetch(shard, fetch.stopping, fetch.record_progress)  # What the process left, or its error.
-        seconds, num_bytes = time.monotonic() - started, self.fetched_bytes - fetched_bytes
-        self.fetch_s += seconds if num_bytes else 0.0
-        if seconds > _MIN_RATED_S and 0 < num_bytes / seconds < COMMON_BYTES_PER_S:
-            rate = format_rate(num_bytes / seconds)
-            log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", shard.index, rate)
-        (tokens, _), (ids, _) = pins
-        return ShardDataset(shard, tokens, ids.data.view("<u8"), partial(self.cache.unpin, pins))
-
-    def _fetch_in_process(self, shard: ShardInfo, fetch: ShardFetch) -> None:
-        """`fetch` in a process, as far as it comes."""
-        tokens, chunks = self._pin(shard.infos()[:1])[0]
-        path = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        with subprocess.Popen(
-            [sys.executable, "-P", "-m", "forebay.load.shard_cache"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        ) as process:  # fmt: skip
-            assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-                pipe.write(json.dumps([shard.index, *self._arguments]).encode())
-            while process.poll() is None and not fetch.stopping.wait(_POLL_S):
-                fetch.record_progress(tokens.bytes_of(tokens.stored(chunks)))
-            process.kill()  # What it received stays.
-            self.fetched_bytes += int(process.stdout.read() or 0)
-        self.cache.unpin([(tokens, chunks)])
-
-    def _pin(self, infos: Sequence[SliceInfo]) -> list[Group]:
-        """Pin all chunks of objects, present or not. Raises UsageError if there is no space for their maps."""
-        items = [(info, np.arange(num_chunks(info.bytes, info.chunk_bytes))) for info in infos]
-        entries, reason = self.cache.open_pinned(items)
-        pins = [(entry, chunks) for entry, (_, chunks) in zip(entries, items)]
-        if reason:
-            self.cache.unpin(pins)
-            raise UsageError(f"{infos[0].name}: {reason}")
-        return pins
-
-    def fetch(
-        self, shard: ShardInfo, stop: threading.Event, on_progress: OnProgress = lambda received: None
-    ) -> list[Group]:
-        """Fetch what is missing of a shard, or wait for the process that does; returns its tokens and ids, pinned.
+    def obtain(self, index: int, stop: threading.Event, on_progress: Progress) -> ShardDataset:
+        """Return the verified samples of a shard, fetched if they are not here; they stay until they are closed.
 
         Samples that do not have their ids are fetched again; if these are wrong in the same way, the ids too.
 
         Raises:
+            DatasetError: If there is no such shard, or its objects do not fit each other.
             IntegrityError: If samples are wrong in the same way three times.
             NetworkError: If it cannot be fetched.
             UsageError: If the disk is full, or `stop` is set.
         """
-        seen = Counter[tuple[int, int]]()
-        for rounds in itertools.count(1):
-            pins = self._pin(shard.infos())
-            with contextlib.ExitStack() as stack:
-                stack.callback(self.cache.unpin, pins)
-                (tokens, _), (ids, _) = pins
-                tokens.check = check = SampleCheck(shard, ids.data.view("<u8"))
-                ids.check = lambda chunk, data: True
-                try:
-                    self._fetch_object(shard.ids, ids, stop)
-                    self._fetch_object(shard.tokens, tokens, stop, on_progress)
-                except IntegrityError:
-                    if not check.wrong:
-                        raise
-                    seen.update(check.wrong.items())
-                    num_same = max(seen[item] for item in check.wrong.items())
-                    if num_same >= _MAX_SAME or rounds >= _MAX_ROUNDS:
-                        raise check.error() from None
-                    if num_same > 1:
-                        log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
-                        self.cache.discard(ids.info.sha256)
-                if not (tokens.is_deleted or ids.is_deleted) and tokens.is_complete() and ids.is_complete():
-                    stack.pop_all()
-                    return pins
-        raise AssertionError
+        shard = self.describe(index, stop)
+        if self.is_in_place(shard):
+            return ShardDataset(shard, *verify_pair(self._here.folder, shard))
+        fetched_bytes, began = self.fetched_bytes, time.monotonic()
+        check = SampleCheck(shard, np.empty(0, np.uint64))
+        while (pins := self._fetch_pair(shard, check, stop, on_progress)) is None:
+            pass
+        seconds, num_bytes = time.monotonic() - began, self.fetched_bytes - fetched_bytes
+        self.fetch_s += seconds if num_bytes else 0.0
+        if seconds > _MIN_RATED_S and 0 < num_bytes / seconds < COMMON_BYTES_PER_S:
+            rate = format_rate(num_bytes / seconds)
+            log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", index, rate)
+        return ShardDataset(shard, pins[0][0], check.ids, partial(self.cache.unpin, pins))
 
-    def _fetch_object(
-        self, part: ShardObject, entry: ChunkFile, stop: threading.Event,
-        on_progress: OnProgress = lambda received: None,
-    ) -> None:  # fmt: skip
-        chunks, plan = np.arange(entry.layout.num_chunks), self._plan(part.num_bytes)
+    def _fetch_pair(
+        self, shard: ShardInfo, check: SampleCheck, stop: threading.Event, on_progress: Progress
+    ) -> list[Group] | None:
+        """Return the tokens and ids of a shard, complete and pinned; None if that is to be tried again."""
+        pins = self._pin(shard)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.cache.unpin, pins)
+            (tokens, _), (ids, _) = pins
+            tokens.check, ids.check, check.ids = check, lambda chunk, data: True, ids.data.view("<u8")
+            try:
+                for part, group in ((shard.ids, pins[1]), (shard.tokens, pins[0])):
+                    self._fetch_object(part, group, stop, on_progress)
+            except IntegrityError:
+                if not check.wrong:
+                    raise
+                if (same := max(check.wrong.values())) >= _MAX_SAME:
+                    raise check.error() from None
+                if same > 1:
+                    log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
+                    self.cache.discard(ids.info.sha256)
+                return None
+            if not (tokens.is_deleted or ids.is_deleted):
+                stack.pop_all()
+                return pins
+        return None
+
+    def _pin(self, shard: ShardInfo) -> list[Group]:
+        """Pin all chunks of a shard, present or not. Raises UsageError if there is no space for their maps."""
+        items = [(info, np.arange(num_chunks(info.bytes, info.chunk_bytes))) for info in shard.infos()]
+        entries, reason = self.cache.open_pinned(items)
+        pins = [(entry, chunks) for entry, (_, chunks) in zip(entries, items)]
+        if reason:
+            self.cache.unpin(pins)
+            raise UsageError(f"shard {shard.index}: {reason}")
+        return pins
+
+    def _fetch_object(self, part: ShardObject, group: Group, stop: threading.Event, on_progress: Progress) -> None:
+        """Fetch what is missing of a pinned object, or wait for the process that does."""
+        (entry, chunks), plan, size = group, self._plan(part.num_bytes), part.num_bytes
         source, info = PinnedOrigin(self.origin, part.etag), replace(entry.info, name=part.name, sha256="")
         while not (entry.is_deleted or entry.is_complete()):
             entry.verify(chunks)
@@ -228,13 +185,13 @@ class ShardCache(Closing):
                     with open_fetcher(plan, self._timeout_s) as fetcher:
                         ChunkTransfer(
                             fetcher, entry, info, source, chunks=claimed, run_bytes=plan.chunk_bytes
-                        ).run(stop, on_progress)  # fmt: skip
+                        ).run(stop, lambda received: on_progress(received, size))  # fmt: skip
                     sync_file(entry.path)
                     self.fetched_bytes += entry.bytes_of(claimed)
                 elif stop.wait(_POLL_S):
                     raise UsageError(f"{part.name}: its fetch was cancelled. Request it again.")
                 else:
-                    on_progress(entry.bytes_of(entry.stored(chunks)))
+                    on_progress(entry.bytes_of(entry.stored(chunks)), size)
             finally:
                 if len(claimed):
                     self.cache.complete(entry, claimed)
@@ -245,63 +202,42 @@ class ShardFetch:
 
     Attributes:
         result: The samples.
-        error: Of the last attempt, if it failed.
+        received, total: Bytes of the object that is fetched: the ids, then the tokens. Of a shard that is here, 0.
     """
 
-    def __init__(self, index: int, shards: ShardCache, is_training: bool) -> None:
-        self.index = index
+    def __init__(self, index: int, shards: ShardCache) -> None:
+        self.index, self.received, self.total = index, 0, 0
         self.result: Future[ShardDataset] = Future()
-        self.error: ForebayError | None = None
-        self.received = self.total = 0  # Bytes of the tokens; of one that is here, 0.
-        self.stopping, self._deadline = threading.Event(), float("inf")
-        self._shards, self._is_training = shards, is_training
-        self._thread = SupervisedThread(self._run, f"shard-{index}", stopping=self.stopping).start()
-
-    def record_progress(self, received: int) -> None:
-        self.received = received
+        self._shards, self._error, self._deadline = shards, "", float("inf")
+        self._stopping = threading.Event()
+        self._thread = SupervisedThread(self._run, f"shard-{index}", stopping=self._stopping).start()
 
     def wait(self, timeout_s: float) -> ShardDataset:
         """Wait until the shard is complete. Raises the error of an attempt that is final, or ends after `timeout_s`."""
-
-        def describe() -> str:
-            failed = "" if self.error is None else f"; the last attempt failed: {self.error}"
-            return f"shard {self.index}: {self.received} of {self.total} bytes received{failed}"
-
         self._deadline = time.monotonic() + timeout_s
-        with log_while_waiting(log, describe):
+        with log_while_waiting(
+            log, lambda: f"shard {self.index}: {self.received} of {self.total} bytes received{self._error}"
+        ):
             return self.result.result()
 
     def close(self) -> None:
         """Cancel the fetch and close the samples; what was received stays. May be called twice."""
-        self.stopping.set()
+        self._stopping.set()
         self._thread.join(5.0)
         if self.result.done() and self.result.exception() is None:
             self.result.result().close()
 
     def _run(self) -> None:
-        for attempt in itertools.count():
+        for attempt in itertools.count(1):
             try:
-                return self.result.set_result(self._shards.obtain(self, self._is_training))
+                return self.result.set_result(self._shards.obtain(self.index, self._stopping, self._record_progress))
             except Exception as error:  # noqa: BLE001 - `wait` raises it
-                other = UsageError(f"shard {self.index}: {type(error).__name__}: {error}. It is retried.")
-                self.error = error if isinstance(error, ForebayError) else other
-            is_over = self.stopping.is_set() or time.monotonic() >= self._deadline
-            if is_over or isinstance(self.error, (DatasetError, IntegrityError)):  # They do not go away.
-                return self.result.set_exception(self.error)
-            log.warning("download of shard %d failed, it is retried: %s", self.index, self.error)
-            self.stopping.wait(backoff_s(attempt + 1, _FIRST_RETRY_S, _MAX_RETRY_S))
+                is_over = self._stopping.is_set() or time.monotonic() >= self._deadline
+                if is_over or isinstance(error, (DatasetError, IntegrityError)):  # They do not go away.
+                    return self.result.set_exception(error)
+                self._error = f"; the last attempt failed: {error}"
+                log.warning("download of shard %d failed, it is retried: %s", self.index, error)
+            self._stopping.wait(backoff_s(attempt, _FIRST_RETRY_S, _MAX_RETRY_S))
 
-
-def main() -> None:
-    """Fetch the shard that the standard input names, and print the bytes fetched. Ends with its parent."""
-    index, url, folder, *settings = json.load(sys.stdin)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
-    end_with_parent()  # Else it ends when it is complete.
-    os.nice(19)
-    with contextlib.suppress(ForebayError), ShardCache(url, Path(folder), *settings) as shards:  # The parent finds it.
-        shards.fetch(shards.describe(index), threading.Event())
-        print(shards.fetched_bytes)
-
-
-if __name__ == "__main__":
-    main()
+    def _record_progress(self, received: int, total: int) -> None:
+        self.received, self.total = received, total

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,8 +24,9 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import VerifyReport
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.fetch.chunk_file import UNVERIFIED, ChunkFile, create
+from forebay.fetch.downloads import plan_download
 from forebay.files import commit_files, temporary_path
-from forebay.formats.vectors import Vector, header_size, sample_id, vector_in
+from forebay.formats.vectors import Vector, header_size, vector_in
 from forebay.maps import map_file
 from forebay.storage.base import (
     ObjectOrigin,
@@ -87,34 +89,37 @@ class ShardInfo:
 
 
 class SampleCheck:
-    """Compares the samples of a chunk with their ids, U64 [N]. `wrong`: sample to the id that its bytes have."""
+    """Compares the samples of a chunk with their ids, U64 [N]. `wrong`: how often a sample had which other id."""
 
     def __init__(self, shard: ShardInfo, ids: U64) -> None:
         self.shard, self.ids = shard, ids
         self._chunk_samples = shard.infos()[0].chunk_bytes // shard.sample_bytes
         self.checked: list[int] = []  # samples of each call; threads append
-        self.wrong: dict[int, int] = {}
+        self.wrong = Counter[tuple[int, int]]()
 
     def __call__(self, chunk: int, data: memoryview) -> bool:
-        width, first = self.shard.sample_bytes, chunk * self._chunk_samples
+        first = chunk * self._chunk_samples
+        return self.compare(first, data, self.ids[first:])
+
+    def compare(self, first: int, data: memoryview, ids: U64) -> bool:
+        """Return whether samples from number `first` on have these ids."""
+        width = self.shard.sample_bytes
         digests = (hashlib.blake2b(data[i : i + width], digest_size=8).digest() for i in range(0, len(data), width))
         got = np.frombuffer(b"".join(digests), "<u8")
-        wrong = np.flatnonzero(got != self.ids[first : first + len(got)])
-        self.wrong.update({first + i: int(got[i]) for i in wrong.tolist()})
+        wrong = np.flatnonzero(got != ids[: len(got)])
+        self.wrong.update((first + i, int(got[i])) for i in wrong.tolist())
         self.checked.append(len(got))
         return not len(wrong)
 
     def error(self) -> IntegrityError:
-        return _wrong_samples(self.shard, min(self.wrong), len(self.wrong), sum(self.checked))
-
-
-def _wrong_samples(shard: ShardInfo, first: int, num_wrong: int, num_checked: int) -> IntegrityError:
-    offset = len(shard.tokens.header) + first * shard.sample_bytes
-    return IntegrityError(
-        f"shard {shard.index}: expected each sample to have its id, got {num_wrong} of {num_checked} checked that have "
-        f"not, the first sample {first} at byte {offset} of {shard.url}/{shard.tokens.name}. Have the shard published "
-        f"again, or leave it out: remap={{{shard.index}: ANOTHER}}."
-    )
+        shard, (first, _) = self.shard, min(self.wrong)
+        offset = len(shard.tokens.header) + first * shard.sample_bytes
+        return IntegrityError(
+            f"shard {shard.index}: expected each sample to have its id, got {self.wrong.total()} of "
+            f"{sum(self.checked)} checked that have not, the first sample {first} at byte {offset} of "
+            f"{shard.url}/{shard.tokens.name}. Have the shard published again, or leave it out: "
+            f"remap={{{shard.index}: ANOTHER}}."
+        )
 
 
 class ShardDataset:
@@ -256,6 +261,17 @@ class SharedShards:
         return VerifyReport(not changed, changed, changed=changed, checks=("the id of every sample",))
 
 
+def num_requests(sizes: Sequence[tuple[int, int]], num_names: int = 2) -> int:
+    """Return about how many requests a pass of the manager makes: ranges, sizes, headers, and names that it looks for.
+
+    Args:
+        sizes: Bytes of the tokens and the ids of each shard.
+        num_names: Of a shard: 3 where the ids end in `.bin`, as `.npy` is tried first.
+    """
+    ranges = sum(plan_download(num_bytes).num_ranges for pair in sizes for num_bytes in pair)
+    return ranges + (num_names + 3) * len(sizes) + 3 * num_names + 1
+
+
 def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> Array:
     """Return consecutive samples, U16 or U32 [B, L]. Raises IntegrityError if one does not have its id."""
 
@@ -263,12 +279,10 @@ def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> Ar
         start = len(part.header) + positions.start * width
         return read_small(PinnedOrigin(origin, part.etag), part.name, len(positions) * width, start=start)
 
-    data, ids = read(shard.tokens, shard.sample_bytes), np.frombuffer(read(shard.ids, 8), "<u8")
-    samples = np.frombuffer(data, shard.dtype).reshape(-1, shard.seq_len)
-    wrong = [position for position, sample, id in zip(positions, samples, ids) if sample_id(sample) != id]
-    if wrong:
-        raise _wrong_samples(shard, wrong[0], len(wrong), len(positions))
-    return samples
+    data, check = read(shard.tokens, shard.sample_bytes), SampleCheck(shard, np.frombuffer(read(shard.ids, 8), "<u8"))
+    if not check.compare(positions.start, memoryview(data), check.ids):
+        raise check.error()
+    return np.frombuffer(data, shard.dtype).reshape(-1, shard.seq_len)
 
 
 def _read_header(origin: ObjectOrigin, part: ShardObject, dtype: Any) -> tuple[ShardObject, Vector]:

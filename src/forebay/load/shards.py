@@ -254,7 +254,7 @@ class SharedShardedDatasetManager(Closing):
         if self.upcoming_dataset is not None:
             self.upcoming_dataset.close()
             self.upcoming_dataset = None
-        return ShardFetch(index, self._shards, is_training=self.active_dataset is not None)
+        return ShardFetch(index, self._shards)
 
     def _check_disk(self, index: int, upcoming: int) -> None:
         """Before the first download: refuse a disk that is too small, warn of a small disk or memory, clean up."""

@@ -79,10 +79,10 @@ class _Waits:
 
     def watch(self) -> None:
         time.sleep(_LOOK_EVERY_S)
-        while self._report():
+        while self._log_due():
             time.sleep(_LOOK_EVERY_S)
 
-    def _report(self) -> bool:
+    def _log_due(self) -> bool:
         """Log what is due; return False without waits. In a frame of its own: nothing of a wait is kept meanwhile."""
         with self.lock:
             if not self.all:

@@ -3,7 +3,6 @@
 The moments of kills and faults are random, and what is on its way then; no assertion depends on them.
 """
 
-import contextlib
 import gc
 import json
 import os
@@ -13,17 +12,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from forebay.cli import main
-from forebay.errors import IntegrityError, UsageError
+from forebay.errors import UsageError
 from forebay.fetch.cache import SHA256
 from forebay.formats.shard_writer import write_shards
 from forebay.load.shards import SharedShardedDatasetManager
@@ -34,13 +31,11 @@ from support.shard_buckets import (
     PREFIX,
     SETTINGS,
     SHARDS,
-    TOKEN_BYTES,
     L,
     await_shard,
     complete_shards,
     file_names,
     read_chunks,
-    sent_bytes,
     shard_tokens,
     write_bucket,
 )
@@ -119,51 +114,6 @@ def read_lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
-def test_the_next_shard_comes_in_a_process_of_its_own(
-    server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is of the lowest priority; what it leaves when it is killed, a thread fetches."""
-    monkeypatch.setattr("forebay.load.shard_cache.MIN_PROCESS_BYTES", 0)
-    me = psutil.Process()
-
-    def helpers():
-        result = []
-        for child in me.children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # Ended meanwhile, also if nobody waited for it yet.
-                if "shard_cache" in " ".join(child.cmdline()):
-                    result.append(child)
-        return result
-
-    with SharedShardedDatasetManager(**SETTINGS) as shards:
-        shards.at_step(0)
-        server.faults.bytes_per_s = 1 << 17  # Four seconds a shard: it is killed in the middle of one.
-        until(helpers)
-        until(lambda: sent_bytes(server, 1) > 1 << 16)
-        assert shards.upcoming_dataset is not None and helpers()[0].nice() == 19
-        helpers()[0].kill()
-        server.faults.bytes_per_s = 0
-        assert shards.at_step(3)[7].tolist() == shard_tokens(1)[7 * L : 8 * L].tolist()
-        assert shards.stats()["fetched_bytes"] > TOKEN_BYTES
-        await_shard(shards.upcoming_dataset)
-        server.faults.bytes_per_s = 1 << 18
-        shards.at_step(6)
-        until(helpers)
-    until(lambda: not helpers())
-    server.faults.bytes_per_s = 0
-    tokens = bucket / "train_000001.npy"
-    full = tokens.read_bytes()
-    try:
-        tokens.write_bytes(full[:3000] + bytes([full[3000] ^ 1]) + full[3001:])
-        time.sleep(0.05)
-        with SharedShardedDatasetManager(**SETTINGS, folder="other") as shards:
-            shards.at_step(0)
-            with pytest.raises(IntegrityError, match=r"shard 1: .* the first sample 11"):
-                shards.at_step(3)
-    finally:
-        tokens.write_bytes(full)
-        time.sleep(0.05)
-
-
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path) -> None:
     seed = int(os.environ.get("FOREBAY_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
     print(f"replay with FOREBAY_SHARDS_SEED={seed}")
@@ -171,7 +121,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
     server.faults.bytes_per_s = 4 << 20
     for turn in range(30):
         out = tmp_path / f"{turn}.jsonl"
-        process = start(out, start=position, steps=12 - position, apart=turn % 3 == 0)
+        process = start(out, start=position, steps=12 - position)
         goal = server.bytes_sent.total() + chance.randrange(1, 2_000_000)
         until(lambda process=process, goal=goal: process.poll() is not None or server.bytes_sent.total() > goal)
         if process.poll() is None:
@@ -212,7 +162,7 @@ before = peak()
 LARGE = "download_large_file('r2://', 'train_000000.npy', 'out.npy', max_workers=16, chunk_size=1 << 20)\n"
 SHARD = """
 with ShardCache("r2://", Path("here").absolute(), max_workers=4) as cache:
-    cache.fetch(cache.describe(0), threading.Event())
+    cache.obtain(0, threading.Event(), lambda received, total: None)
     assert cache.fetched_bytes > 32 << 20
 """
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shards import SharedShardedDatasetManager
@@ -138,18 +140,18 @@ def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path: Path, m
 def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_swap(
     bucket: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_open, fetch = threading.Event(), ShardCache.fetch
+    is_open, obtain = threading.Event(), ShardCache.obtain
 
-    def fetch_later(cache, shard, *args):
-        if shard.index:
+    def obtain_later(cache, index, *args):
+        if index:
             is_open.wait()
-        return fetch(cache, shard, *args)
+        return obtain(cache, index, *args)
 
     def open_when_waited_for():
         until(lambda: "waiting for shard 1: " in caplog.text)
         is_open.set()
 
-    monkeypatch.setattr(ShardCache, "fetch", fetch_later)
+    monkeypatch.setattr(ShardCache, "obtain", obtain_later)
     monkeypatch.setattr("forebay.storage.retry.FIRST_S", 0.0)
     opener = threading.Thread(target=open_when_waited_for)
     try:
@@ -296,3 +298,21 @@ def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path) -> No
         data = validator.at_step(4)
         places = [window_sample_ids(0, step, len(data), 1, 8, mode="forebay", first_window=3) for step in (4, 5)]
         assert receipt(data.sample_ids[np.concatenate(places)]) == receipt(np.concatenate(mined))
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3", "r2"])
+def test_a_plan_of_shards_agrees_with_the_server(
+    scheme: str, server: OriginServer, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (environment(server) | server.s3_environment).items():
+        monkeypatch.setenv(name, value)
+    url = {"http": f"{server.url}/{PREFIX}", "s3": f"s3://{BUCKET}/{PREFIX}", "r2": "r2://"}[scheme]
+    assert main(["plan", "--shards", url, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    server.reset()
+    with SharedShardedDatasetManager(L, url=url, folder=folder, steps_per_shard=1) as shards:
+        for step in range(SHARDS - 1):
+            shards.at_step(step)
+        await_shard(shards.upcoming_dataset)
+    assert plan["requests"] == pytest.approx(server.requests.total(), rel=0.2)
+    assert plan["fetched_bytes"] == pytest.approx(server.bytes_sent.total(), rel=0.2)
