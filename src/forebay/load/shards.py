@@ -149,11 +149,8 @@ class SharedShardedDatasetManager(Closing):
         step = start_step
         while stop_step is None or step < stop_step:
             dataset = self.at_step(step)
-            turn, first = shard_turn(step, self.steps_per_shard, self.reset_step)
-            positions = window_sample_ids(
-                uid, step, len(dataset), inner_steps, batch_size, self.rank, self.world_size,
-                mode=mode, seed=seed, first_window=first,
-            )  # fmt: skip
+            turn, _ = shard_turn(step, self.steps_per_shard, self.reset_step)
+            positions = self._positions(step, len(dataset), inner_steps, batch_size, uid, mode, seed)
             for inner, part in enumerate(np.split(positions, inner_steps)):
                 rows = np.full((len(part), self.sequence_length + 1), IGNORE_INDEX, np.int64)
                 rows[:, :-1] = dataset[part]
@@ -182,17 +179,17 @@ class SharedShardedDatasetManager(Closing):
         index = self._shard(global_step)
         active = self.active_dataset
         shard = self._shards.describe(index)
-        positions = window_sample_ids(
-            uid, global_step, shard.num_samples, inner_steps, batch_size, self.rank, self.world_size, mode=mode,
-            seed=seed, first_window=shard_turn(global_step, self.steps_per_shard, self.reset_step)[1],
-        )  # fmt: skip
+        positions = self._positions(global_step, shard.num_samples, inner_steps, batch_size, uid, mode, seed)
         if active is not None and active.index == index:
             return index, positions, active[positions]
         return index, positions, self._shards.read(shard, positions)
 
     async def initialize_datasets(self, current_shard_index: int) -> ShardDataset:
         """Make this shard active, and start to download the next one."""
-        shards = self._mapped(current_shard_index), self._mapped(current_shard_index + 1)
+        shards = [
+            shard_of_step(index, self.num_shards, 1, None, self.remap)
+            for index in (current_shard_index, current_shard_index + 1)
+        ]
         dataset = await asyncio.to_thread(self._activate, *shards)
         self.shard_index = current_shard_index % self.num_shards
         return dataset
@@ -221,12 +218,11 @@ class SharedShardedDatasetManager(Closing):
         self._shards.close()
 
     def _activate(self, index: int, upcoming: int) -> ShardDataset:
-        old, fetch = self.active_dataset, self.upcoming_dataset
+        old = self.active_dataset
         if old is None or old.index != index:
-            if fetch is None or fetch.index != index:
-                self._check_disk(index, upcoming)
-                fetch = self._fetch(index)
-            is_late, self.upcoming_dataset, started = not fetch.result.done(), None, time.monotonic()
+            self._check_disk(index, upcoming)
+            fetch, started = self._fetch(index), time.monotonic()
+            is_late, self.upcoming_dataset = not fetch.result.done(), None
             try:
                 self.active_dataset = fetch.wait(0.0 if old is None else _SWAP_TIMEOUT_S)
             except BaseException:
@@ -244,17 +240,19 @@ class SharedShardedDatasetManager(Closing):
                 if not self.keep_shards:
                     old.close()
                     self._shards.evict((index, upcoming))
-        if upcoming != index and (self.upcoming_dataset is None or self.upcoming_dataset.index != upcoming):
-            self.upcoming_dataset = self._fetch(upcoming)
+        if upcoming != index:
+            self._fetch(upcoming)
         assert self.active_dataset is not None
         return self.active_dataset
 
     def _fetch(self, index: int) -> ShardFetch:
-        """Fetch a shard instead of the upcoming one."""
-        if self.upcoming_dataset is not None:
-            self.upcoming_dataset.close()
-            self.upcoming_dataset = None
-        return ShardFetch(index, self._shards)
+        """Return the fetch of a shard as the upcoming one, in place of another."""
+        fetch = self.upcoming_dataset
+        if fetch is None or fetch.index != index:
+            if fetch is not None:
+                fetch.close()
+            fetch = self.upcoming_dataset = ShardFetch(index, self._shards)
+        return fetch
 
     def _check_disk(self, index: int, upcoming: int) -> None:
         """Before the first download: refuse a disk that is too small, warn of a small disk or memory, clean up."""
@@ -283,8 +281,15 @@ class SharedShardedDatasetManager(Closing):
         if not self.keep_shards:
             self._shards.evict((index, upcoming))
 
+    def _positions(
+        self, step: int, num_samples: int, inner_steps: int, batch_size: int, uid: int, mode: Sampler, seed: int
+    ) -> I64:  # fmt: skip
+        """Return what this rank reads of a window, as positions in its shard."""
+        _, first = shard_turn(step, self.steps_per_shard, self.reset_step)
+        return window_sample_ids(
+            uid, step, num_samples, inner_steps, batch_size, self.rank, self.world_size,
+            mode=mode, seed=seed, first_window=first,
+        )  # fmt: skip
+
     def _shard(self, step: int) -> int:
         return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)
-
-    def _mapped(self, index: int) -> int:
-        return self.remap.get(index % self.num_shards, index % self.num_shards)
