@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,9 +244,10 @@ def check_position(position: Any) -> tuple[int, int, int, int, int]:
     """Return the position of a FileReading from JSON; None: the beginning."""
     if position is None:
         return _START
-    if not isinstance(position, list) or len(position) != 5 or not all(type(n) is int for n in position):
-        raise StateError(f"stream state: expected five integers for the place in the files, got {position!r}.")
-    index, number, start, first, num_read = position
-    if min(index, number, start + 1, first, num_read) < 0:
+    if (
+        not isinstance(position, list)
+        or [type(n) for n in position] != [int] * 5
+        or min(map(sub, position, _START)) < 0
+    ):
         raise StateError(f"stream state: expected a place in the files, got {position}. Take it from state_dict().")
-    return index, number, start, first, num_read
+    return tuple(position)

@@ -15,6 +15,7 @@ from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import Integers, Trainer, trainer_class
 
 PROGRESS_S = 2.0
+_OF_TEXT = ("tokenizer_name", "streaming", "shuffle_buffer", "lanes", "text_key")  # settings
 Log = Callable[[str], None]
 OnStep = Callable[[int, NumpyTokens, float], None]
 
@@ -118,7 +119,7 @@ class Training:
 
     def run(self) -> TrainingReport:
         """Train alone to the end, or until `stop`; OutOfMemoryError if a step does not fit its device."""
-        self.start()
+        self.start(is_alone=True)
         self.set_rank(0, 1)
         while self.step < self.config.num_steps and not self.stop.is_set():
             batch = self.next_batch()
@@ -138,14 +139,24 @@ class Training:
             f"({self.config.batch_size} x {world_size}), sequences of {self.data.seq_len} tokens"
         )
 
-    def start(self) -> None:
-        """Make the trainer, log data and trainer once, and start the clocks."""
+    def start(self, *, is_alone: bool = False) -> None:
+        """Make the trainer, log data, trainer and settings without effect once, and start the clocks."""
         if not self._described:
             self.log(f"{self.data.describe()}; {self.trainer.describe()}")
-            names = ("model_size", "learning_rate", "device")
-            unused = [name for name in names if getattr(self.config, name) != getattr(WorkerConfig, name)]
-            if unused and self.config.trainer == "count":
-                self.log(f"{', '.join(unused)}: without effect on these counts; give a model, trainer=FILE.py:NAME")
+            is_text, is_count = self.config.dataset_name is not None, self.config.trainer == "count"
+            for is_unused, names, what in (
+                (
+                    is_count,
+                    ("model_size", "learning_rate", "device"),
+                    "counts; give a model, trainer=FILE.py:NAME",
+                ),
+                (not is_text, _OF_TEXT, "random samples; name a dataset, dataset_name=NAME"),
+                (is_text, ("vocab_size",), "a text: its tokenizer has the ids"),
+                (is_alone, ("coordinator", "identity", "timeout_s"), "a worker alone; train together, --distributed"),
+            ):
+                given = [name for name in names if getattr(self.config, name) != getattr(WorkerConfig, name)]
+                if is_unused and given:
+                    self.log(f"{', '.join(given)}: without effect on {what}")
             self._described = True
         self._started_at = self._logged_at = time.monotonic()
 

@@ -3,7 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.__main__ import main
 from forebay.worker.config import MODEL_SIZES
 from forebay.worker.trainer import CountTrainer
-from forebay.worker.training import OutOfMemoryError, is_out_of_memory, out_of_memory
+from forebay.worker.training import OutOfMemoryError, Training, is_out_of_memory, out_of_memory
 
 COUNT = {"trainer": "count", "num_steps": 6}
 
@@ -130,6 +132,23 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path) -> None:
         await worker.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"model_size": "medium", "learning_rate": 0.5, "device": "cuda"}, ["model_size, learning_rate, device"]),
+        ({"lanes": 2, "text_key": "x", "streaming": True}, ["streaming, lanes, text_key"]),
+        ({"coordinator": "h:1", "timeout_s": 1, "vocab_size": 9}, ["coordinator, timeout_s"]),
+        ({"dataset_name": "", "vocab_size": 9, "lanes": 2, "tokenizer_name": "bytes"}, ["vocab_size"]),
+        ({}, []),
+    ],
+)
+def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any], named: list[str]) -> None:
+    lines: list[str] = []
+    settings = {**settings, "dataset_name": str(corpus)} if "dataset_name" in settings else settings
+    Training(WorkerConfig(num_steps=1, **settings), threading.Event(), lines.append).run()
+    assert [line.partition(":")[0] for line in lines if "without effect" in line] == named
 
 
 def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
