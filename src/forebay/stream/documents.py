@@ -1,11 +1,11 @@
-"""One epoch's documents of a lane on their way to tokens: read, mixed, encoded.
+"""Documents on their way to tokens: mixed, encoded.
 
 Hides how many are encoded at a time (which tokens come out, and in which order, does not depend on it), and the
 generator of the shuffle buffer: our own, by counter, so that no library's version changes the order. Memory: the
 buffer's `max_bytes` of UTF-8 and the largest document, plus 40 bytes a document.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,16 +13,12 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import Array
-from forebay.errors import DatasetError
 from forebay.order.bijection import random_words
 from forebay.prepare.tokenize.encoders import Encoder, make_encoder
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.stream.hub import ObjectReading
-from forebay.stream.records import FileReading
 
 FIRST_BYTES, MAX_BYTES = 64 << 10, 1 << 20
 """Text encoded at a time: little at first, for an early first batch; then twice as much each time, up to the most."""
-MAX_MALFORMED = 1000
 _BLOCK = 1024
 
 
@@ -84,63 +80,6 @@ class ShuffleBuffer:
         self.texts.pop()
         self._bytes -= len(text)
         return text
-
-
-@dataclass
-class DocumentSequence:
-    """The documents of an epoch that a lane encodes, in the order in which it does."""
-
-    reading: FileReading | ObjectReading
-    buffer: ShuffleBuffer
-    counts: dict[str, int]  # Grows by each malformed record.
-    malformed: list[Malformed]  # Becomes the first 1000 of these.
-    records: int  # Sound ones read before.
-
-    def __post_init__(self) -> None:
-        self._texts = self._mixed()
-
-    def take(self, num_bytes: int) -> list[bytes]:
-        """Return the next documents, UTF-8, of about that many bytes together; none at the epoch's end."""
-        texts: list[bytes] = []
-        while num_bytes > 0 and (text := next(self._texts, None)) is not None:
-            texts.append(text)
-            num_bytes -= len(text)
-        return texts
-
-    def close(self) -> None:
-        """Close the files. May be called twice."""
-        self._texts.close()  # type: ignore[attr-defined]  # a generator
-
-    def _mixed(self) -> Iterator[bytes]:
-        sound = self._sound()
-        while True:
-            while self.buffer.full:  # Also at the beginning: a state may hold more than the buffer's size.
-                yield self.buffer.pop()
-            if (text := next(sound, None)) is None:
-                break
-            self.buffer.push(text)
-        while len(self.buffer):
-            yield self.buffer.pop()
-
-    def _sound(self) -> Iterator[bytes]:
-        for record, name in self.reading:
-            problem = record.problem or record.missing
-            if record.html and not problem:
-                raise DatasetError(
-                    f"{name}: expected text, got HTML ({record.location or 'its first record'}), which would be learnt "
-                    "with its markup. Make a dataset of it with `forebay prepare`."
-                )
-            try:
-                text = record.text.encode()
-            except UnicodeEncodeError:
-                problem = problem or "half a surrogate pair in the text"
-            if not problem:
-                self.records += 1
-                yield text
-            elif problem != "blank":
-                self.counts["malformed"] += 1
-                if len(self.malformed) < MAX_MALFORMED:
-                    self.malformed.append(Malformed(name, record.location, problem))
 
 
 class TextEncoder:

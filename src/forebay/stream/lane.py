@@ -5,7 +5,7 @@ an epoch: the tokens that remain there are counted as `tail_tokens`.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,13 @@ from forebay.arrays import Array
 from forebay.errors import DatasetError
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
-from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer, TextEncoder
+from forebay.stream.documents import Malformed, ShuffleBuffer, TextEncoder
 from forebay.stream.hub import Records
 from forebay.stream.records import Share
 from forebay.stream.state import LaneState
 
 _PART_SAMPLES = 64
+_MAX_MALFORMED = 1000
 
 
 @dataclass(frozen=True)
@@ -60,28 +61,21 @@ class StreamOptions:
         check_integer("lanes", self.lanes, 1)
 
 
-@dataclass
-class MakingTimes:
-    """Seconds spent on making the batches of a stream: reading and mixing documents, and encoding them."""
-
-    read_s: float = 0.0
-    tokenize_s: float = 0.0
-
-
 class Lane:
     """The samples of one share of the records, of `seq_len` tokens, from `state` on.
 
-    `malformed` becomes the first records that are no text. Files are in the order of the input unless `shuffle`.
+    `malformed` becomes the first 1000 records that are no text; `times` grows by the seconds of reading and mixing
+    documents (`read_s`) and of encoding them (`tokenize_s`). Files are in the order of the input unless `shuffle`.
     """
 
     def __init__(
         self, records: Records, share: Share, encoder: TextEncoder, options: StreamOptions, state: LaneState, *,
-        seq_len: int, seed: int, shuffle: bool, malformed: list[Malformed], times: MakingTimes,
+        seq_len: int, seed: int, shuffle: bool, malformed: list[Malformed], times: dict[str, float],
     ) -> None:  # fmt: skip
         self.state, self._times = state, times
         self._records, self._share, self._encoder, self._options = records, share, encoder, options
         self._seq_len, self._seed, self._shuffle, self._malformed = seq_len, seed, shuffle, malformed
-        self._documents: DocumentSequence | None = None
+        self._documents: Generator[bytes, None, None] | None = None  # Of the epoch, while it is read.
 
     def take(self, count: int) -> tuple[Array, int]:
         """Return the tokens of the next samples, and how many samples: fewer than `count` at an epoch's end alone.
@@ -123,16 +117,50 @@ class Lane:
         if documents is not None:
             documents.close()
 
-    def _open(self) -> DocumentSequence:
+    def _open(self) -> Generator[bytes, None, None]:
+        """Return the documents of the epoch from the state on, UTF-8, in the order in which they are encoded."""
         options, state = self._options, self.state
         key = derive_key(self._seed, "stream", "files", state.epoch) if self._shuffle else None
-        reading = self._records.open(state.epoch, key, state.position, self._share)
-        buffer = ShuffleBuffer(
+        self._reading = self._records.open(state.epoch, key, state.position, self._share)
+        self._buffer = ShuffleBuffer(
             options.shuffle_documents, options.shuffle_bytes,
             derive_key(self._seed, "stream", "documents", state.epoch, self._share.lane), state.draws, state.buffered,
             options.warmup_documents,
         )  # fmt: skip
-        return DocumentSequence(reading, buffer, dict(state.counts), self._malformed, state.records)
+        self._counts, self._num_records = dict(state.counts), state.records
+        return self._mix(self._buffer)
+
+    def _mix(self, buffer: ShuffleBuffer) -> Generator[bytes, None, None]:
+        sound = self._read()
+        while True:
+            while buffer.full:  # Also at the beginning: a state may hold more than the buffer's size.
+                yield buffer.pop()
+            if (text := next(sound, None)) is None:
+                break
+            buffer.push(text)
+        while len(buffer):
+            yield buffer.pop()
+
+    def _read(self) -> Iterator[bytes]:
+        """Yield the sound documents, and count the others."""
+        for record, name in self._reading:
+            problem = record.problem or record.missing
+            if record.html and not problem:
+                raise DatasetError(
+                    f"{name}: expected text, got HTML ({record.location or 'its first record'}), which would be learnt "
+                    "with its markup. Make a dataset of it with `forebay prepare`."
+                )
+            try:
+                text = record.text.encode()
+            except UnicodeEncodeError:
+                problem = problem or "half a surrogate pair in the text"
+            if not problem:
+                self._num_records += 1
+                yield text
+            elif problem != "blank":
+                self._counts["malformed"] += 1
+                if len(self._malformed) < _MAX_MALFORMED:
+                    self._malformed.append(Malformed(name, record.location, problem))
 
     def _fill(self, required: int) -> LaneState:
         """The state with as many tokens to give out as required, or all of the epoch."""
@@ -142,17 +170,19 @@ class Lane:
         num_tokens = len(parts[0])
         times, began = self._times, time.perf_counter()
         while num_tokens < required:
-            texts = documents.take(self._encoder.next_bytes)
-            times.read_s += (read := time.perf_counter()) - began
+            texts, num_bytes = list[bytes](), self._encoder.next_bytes
+            while num_bytes > 0 and (text := next(documents, None)) is not None:
+                texts.append(text)
+                num_bytes -= len(text)
+            times["read_s"] += (read := time.perf_counter()) - began
             if not texts:
                 break
-            parts.append(self._encoder.encode(texts, documents.counts))
+            parts.append(self._encoder.encode(texts, self._counts))
             num_tokens += len(parts[-1])
-            times.tokenize_s += (began := time.perf_counter()) - read
+            times["tokenize_s"] += (began := time.perf_counter()) - read
         self.state = replace(
-            state, records=documents.records, draws=documents.buffer.draws, position=documents.reading.position(),
-            buffered=tuple(documents.buffer.texts), tokens=np.concatenate(parts), offset=0,
-            counts=dict(documents.counts),
+            state, records=self._num_records, draws=self._buffer.draws, position=self._reading.position(),
+            buffered=tuple(self._buffer.texts), tokens=np.concatenate(parts), offset=0, counts=dict(self._counts),
         )  # fmt: skip
         return self.state
 

@@ -28,7 +28,7 @@ from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import Malformed, TextEncoder
 from forebay.stream.hub import HUB, Records, records_of
-from forebay.stream.lane import Lane, MakingTimes, StreamOptions
+from forebay.stream.lane import Lane, StreamOptions
 from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
 
@@ -129,7 +129,7 @@ class TextStream(RunningSource[NumpyTokens]):
         self._malformed: list[Malformed] = []
         self._moves = False  # Between worlds.
         self._set_world(rank, world_size, size, lanes)
-        self._inputs, self._times, self.title = inputs, MakingTimes(), "text stream"
+        self._inputs, self._times, self.title = inputs, dict.fromkeys(("read_s", "tokenize_s"), 0.0), "text stream"
         self._is_remote = not is_files or any("://" in str(path) for path in paths)
         self._reset()
 
@@ -325,8 +325,8 @@ class TextStream(RunningSource[NumpyTokens]):
         source = Prefetcher(self._batches(self.position, stop_epoch), depth, finish)
 
         def spent() -> Spent:
-            read_s = times.read_s
-            return 0.0, read_s * is_remote, read_s * (not is_remote), source.convert_s, times.tokenize_s
+            read_s = times["read_s"]
+            return 0.0, read_s * is_remote, read_s * (not is_remote), source.convert_s, times["tokenize_s"]
 
         return source, spent, 0.0
 
