@@ -138,7 +138,7 @@ def test_packed_tokens_and_texts() -> None:
     state = LaneState(buffered=texts, tokens=tokens).to_dict()
     loaded = LaneState.from_dict(json.loads(json.dumps(state)), np.uint32)
     assert loaded.buffered == texts and loaded.tokens.tolist() == tokens.tolist()
-    wrong = {"buffer": state["pending"]}, {"pending": state["buffer"]}, {"lengths": [1001]}, {"buffer": "YQ=="}
+    wrong = {"buffer": state["pending"]}, {"pending": state["buffer"]}, {"pending": "x"}, {"buffer": "YQ=="}
     for changes in wrong:
         with pytest.raises(StateError):
             LaneState.from_dict({**state, **changes}, np.uint32)
