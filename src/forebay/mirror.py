@@ -82,11 +82,6 @@ class _Target:
     store: Store
     parts: Path
 
-    @property
-    def folder(self) -> Path | None:
-        """Of a directory, not a bucket."""
-        return self.store.folder
-
     def part_path(self, name: str) -> Path:
         return self.parts / f"{name.replace('/', '_')}.part"
 
@@ -207,7 +202,7 @@ def _mirror(
                 part.unlink(missing_ok=True)
             on_commit(row)
             on_progress(row.bytes)
-    if target.folder:
+    if store.folder:
         _check_room(target, sum(row.bytes for row in absent))
     has_leaves = False
     if (start, stop) == (0, dataset.num_slices):  # Now, as the source may be gone at the end.
@@ -215,7 +210,7 @@ def _mirror(
             _copy_leaves(dataset.all_leaves(), target)
             has_leaves = True
     largest = max((row.bytes for row in absent), default=1)
-    at_once = at_once or max(1, min(_MAX_SLICES if target.folder else _MAX_BUCKET_SLICES, _MAX_BYTES // largest))
+    at_once = at_once or max(1, min(_MAX_SLICES if store.folder else _MAX_BUCKET_SLICES, _MAX_BYTES // largest))
     stopping, errors, lock = threading.Event(), list[Exception](), threading.Lock()
 
     def copy(row: SliceInfo) -> None:
@@ -282,7 +277,7 @@ def _all_leaves(dataset: RemoteDataset, target: _Target) -> Iterator[bytes]:
         for count, leaves in enumerate(dataset.all_leaves(), 1):  # noqa: B007
             yield leaves
     except (DatasetError, NetworkError):
-        if not target.folder:
+        if not target.store.folder:
             raise
     for row in map(dataset.table.row, range(count, dataset.num_slices)):
         path = Path(target.store.url) / row.name
@@ -297,7 +292,7 @@ def _check_room(target: _Target, needed: int) -> None:
     free += sum(path.stat().st_blocks * 512 for path in target.parts.rglob("*") if path.is_file())
     if needed > free:
         raise UsageError(
-            f"{target.folder or target.parts}: expected room for {needed} bytes, got {free}. Nothing was copied. "
+            f"{target.store.folder or target.parts}: expected room for {needed} bytes, got {free}. Nothing was copied. "
             f"Free {needed - free} bytes, copy less (--slices A:B), or choose another disk."
         )
 
@@ -347,7 +342,7 @@ def mirror_shards(
         skipped = [index for index in selected if index not in set(absent)]
         on_progress(sum(sizes[index] for index in skipped))
         waiting = [sizes[index] for index in absent]
-        _check_room(target, sum(waiting) if target.folder else max(waiting, default=0))
+        _check_room(target, sum(waiting) if store.folder else max(waiting, default=0))
         with ShardCache(source, folder, max_workers=max_workers) as cache:
             for index in absent:
                 _copy_shard(cache, index, store, on_progress)
@@ -378,13 +373,6 @@ def _copy_shard(cache: ShardCache, index: int, store: Store, on_progress: OnProg
     log.info("shard %d copied to %s", index, store.url)
 
 
-def _verify_shard(folder: Path, index: int) -> None:
-    here = PathOrigin(folder)
-    pair = read_layout(here, find_shard(here, index), 0)
-    verify_pair(folder, pair)
-    pair_map(folder, pair).unlink()
-
-
 def _contains(store: Store, shard: ShardInfo) -> bool:
     return all(store.contains(part.name, part.num_bytes) for part in (shard.tokens, shard.ids))
 
@@ -394,8 +382,11 @@ def _has_shard(store: Store, shard: ShardInfo) -> bool:
     if not _contains(store, shard):
         return False
     if (folder := store.folder) is not None:
+        here = PathOrigin(folder)
         try:
-            _verify_shard(folder, shard.index)
+            pair = read_layout(here, find_shard(here, shard.index), 0)
+            verify_pair(folder, pair)
+            pair_map(folder, pair).unlink()
         except (DatasetError, IntegrityError) as error:
             log.warning("%s Copying it again", error)
             return False
