@@ -10,12 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import forebay.load.shard_cache as cache_module
 from forebay.load.shards import SharedShardedDatasetManager
 
 
 def main(out: str, text: str) -> None:
     settings = json.loads(text)
     steps, start = settings.pop("steps", 4), settings.pop("start", 0)
+    if settings.pop("apart", False):
+        cache_module.MIN_PROCESS_BYTES = 0  # as if the shards were large
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with Path(out).open("a") as file, SharedShardedDatasetManager(**settings) as shards:
 

@@ -251,7 +251,7 @@ class SharedShardedDatasetManager(Closing):
         if fetch is None or fetch.index != index:
             if fetch is not None:
                 fetch.close()
-            fetch = self.upcoming_dataset = ShardFetch(index, self._shards)
+            fetch = self.upcoming_dataset = ShardFetch(index, self._shards, self.active_dataset is not None)
         return fetch
 
     def _check_disk(self, index: int, upcoming: int) -> None:

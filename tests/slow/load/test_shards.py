@@ -3,6 +3,7 @@
 The moments of kills and faults are random, and what is on its way then; no assertion depends on them.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from forebay.cli import main
@@ -31,11 +33,13 @@ from support.shard_buckets import (
     PREFIX,
     SETTINGS,
     SHARDS,
+    TOKEN_BYTES,
     L,
     await_shard,
     complete_shards,
     file_names,
     read_chunks,
+    sent_bytes,
     shard_tokens,
     write_bucket,
 )
@@ -114,6 +118,32 @@ def read_lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
+def test_the_next_shard_comes_in_a_process_of_its_own(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of the lowest priority; what it leaves when it is killed, a thread fetches; it ends with the manager."""
+    monkeypatch.setattr("forebay.load.shard_cache.MIN_PROCESS_BYTES", 0)
+
+    def helpers():
+        with contextlib.suppress(psutil.NoSuchProcess):  # Ended meanwhile, also if nobody waited for it yet.
+            return [child for child in psutil.Process().children() if "shard_cache" in " ".join(child.cmdline())]
+        return []
+
+    with SharedShardedDatasetManager(**SETTINGS) as shards:
+        shards.at_step(0)
+        server.faults.bytes_per_s = 1 << 17  # Four seconds a shard: it is killed in the middle of one.
+        until(helpers)
+        until(lambda: sent_bytes(server, 1) > 1 << 16)
+        assert helpers()[0].nice() == 19
+        helpers()[0].kill()
+        server.faults.bytes_per_s = 0
+        assert shards.at_step(3)[7].tolist() == shard_tokens(1)[7 * L : 8 * L].tolist()
+        assert shards.stats()["fetched_bytes"] > TOKEN_BYTES
+        await_shard(shards.upcoming_dataset)
+        server.faults.bytes_per_s = 1 << 18
+        shards.at_step(6)
+        until(helpers)
+    until(lambda: not helpers())
+
+
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path) -> None:
     seed = int(os.environ.get("FOREBAY_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
     print(f"replay with FOREBAY_SHARDS_SEED={seed}")
@@ -121,7 +151,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
     server.faults.bytes_per_s = 4 << 20
     for turn in range(30):
         out = tmp_path / f"{turn}.jsonl"
-        process = start(out, start=position, steps=12 - position)
+        process = start(out, start=position, steps=12 - position, apart=turn % 3 == 0)
         goal = server.bytes_sent.total() + chance.randrange(1, 2_000_000)
         until(lambda process=process, goal=goal: process.poll() is not None or server.bytes_sent.total() > goal)
         if process.poll() is None:
