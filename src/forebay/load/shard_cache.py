@@ -80,6 +80,7 @@ class ShardCache(Closing):
         self.origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
         self.cache, self._here = ChunkCache(folder, 1 << 62), PathOrigin(folder)
         self.fetched_bytes, self.fetch_s = 0, 0.0
+        self.is_training = False  # Beside a training loop, which threads would slow down.
         self._layouts: dict[ShardInfo, ShardInfo] = {}
 
     def close(self) -> None:
@@ -119,9 +120,7 @@ class ShardCache(Closing):
         shards = [shard for shard in list(self._layouts.values()) if shard.index in keep]
         self.cache.evict({info.sha256 for shard in shards for info in shard.infos()})
 
-    def obtain(
-        self, index: int, stop: threading.Event, on_progress: Progress, *, is_training: bool = False
-    ) -> ShardDataset:
+    def obtain(self, index: int, stop: threading.Event, on_progress: Progress) -> ShardDataset:
         """Return the verified samples of a shard, fetched if they are not here; they stay until they are closed.
 
         Samples that do not have their ids are fetched again; if these are wrong in the same way, the ids too.
@@ -137,7 +136,7 @@ class ShardCache(Closing):
             return ShardDataset(shard, *verify_pair(self._here.folder, shard))
         fetched_bytes, began = self.fetched_bytes, time.monotonic()
         check = SampleCheck(shard, np.empty(0, np.uint64))
-        if is_training and shard.num_bytes >= MIN_PROCESS_BYTES:
+        if self.is_training and shard.num_bytes >= MIN_PROCESS_BYTES:
             self._fetch_in_process(shard, stop, on_progress)
         while (pins := self._fetch_pair(shard, check, stop, on_progress)) is None:
             pass
@@ -242,8 +241,8 @@ class ShardFetch:
         received, total: Bytes of the object that is fetched: the ids, then the tokens. Of a shard that is here, 0.
     """
 
-    def __init__(self, index: int, shards: ShardCache, is_training: bool) -> None:
-        self.index, self.received, self.total, self._is_training = index, 0, 0, is_training
+    def __init__(self, index: int, shards: ShardCache) -> None:
+        self.index, self.received, self.total = index, 0, 0
         self.result: Future[ShardDataset] = Future()
         self._shards, self._error, self._deadline = shards, "", float("inf")
         self._stopping = threading.Event()
@@ -267,10 +266,7 @@ class ShardFetch:
     def _run(self) -> None:
         for attempt in itertools.count(1):
             try:
-                dataset = self._shards.obtain(
-                    self.index, self._stopping, self._record_progress, is_training=self._is_training
-                )
-                return self.result.set_result(dataset)
+                return self.result.set_result(self._shards.obtain(self.index, self._stopping, self._record_progress))
             except Exception as error:  # noqa: BLE001 - `wait` raises it
                 is_over = self._stopping.is_set() or time.monotonic() >= self._deadline
                 passes = isinstance(error, (ForebayError, OSError))

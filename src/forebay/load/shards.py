@@ -228,7 +228,7 @@ class SharedShardedDatasetManager(Closing):
             except BaseException:
                 fetch.close()
                 raise
-            waited_s = time.monotonic() - started
+            self._shards.is_training, waited_s = True, time.monotonic() - started
             self._stats["start_s" if old is None else "stall_s"] += waited_s
             if old is not None:
                 self._stats["swaps"] += 1
@@ -251,7 +251,7 @@ class SharedShardedDatasetManager(Closing):
         if fetch is None or fetch.index != index:
             if fetch is not None:
                 fetch.close()
-            fetch = self.upcoming_dataset = ShardFetch(index, self._shards, self.active_dataset is not None)
+            fetch = self.upcoming_dataset = ShardFetch(index, self._shards)
         return fetch
 
     def _check_disk(self, index: int, upcoming: int) -> None:

@@ -142,10 +142,10 @@ def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_sw
 ) -> None:
     is_open, obtain = threading.Event(), ShardCache.obtain
 
-    def obtain_later(cache, index, *args, **settings):
+    def obtain_later(cache, index, *args):
         if index:
             is_open.wait()
-        return obtain(cache, index, *args, **settings)
+        return obtain(cache, index, *args)
 
     def open_when_waited_for():
         until(lambda: "waiting for shard 1: " in caplog.text)
