@@ -102,19 +102,11 @@ class StepIndex:
 
     def epoch_stop(self, step: int) -> int | None:
         """The step at which the epoch of a step in [0, num_steps) ends; None without an end."""
-        epoch = self._progress(step).epoch
-        for i in range(self._index(step), len(self._stretches)):
-            before = self._progress(step)
-            if before.epoch != epoch:
-                return step  # A change of size ended the epoch.
-            stretch = self._stretches[i]
-            stop = step + self._steps_in(stretch.num_samples - before.samples_taken, stretch.size)
-            step = min(stop, self._stop(i) or stop)
-            if step == stop:
-                break
-        if stretch.num_samples == _NO_END:
+        if self._num_samples[0][1] == _NO_END:
             return None
-        return step if self.num_steps is None else min(step, self.num_steps)
+        epoch = self._progress(step).epoch
+        segments = self.segments(step, self.num_steps or _NO_END)
+        return next((segment.first for segment in segments if segment.before.epoch != epoch), self.num_steps)
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
         """Steps [start, stop), within [0, num_steps], in order, in as few segments as possible."""
