@@ -266,7 +266,7 @@ class ShardFetch:
     def _run(self) -> None:
         for attempt in itertools.count(1):
             try:
-                return self.result.set_result(self._shards.obtain(self.index, self._stopping, self._record_progress))
+                return self.result.set_result(self._shards.obtain(self.index, self._stopping, self._record))
             except Exception as error:  # noqa: BLE001 - `wait` raises it
                 is_over = self._stopping.is_set() or time.monotonic() >= self._deadline
                 passes = isinstance(error, (ForebayError, OSError))
@@ -276,7 +276,7 @@ class ShardFetch:
                 log.warning("download of shard %d failed, it is retried: %s", self.index, error)
             self._stopping.wait(backoff_s(attempt, _FIRST_RETRY_S, _MAX_RETRY_S))
 
-    def _record_progress(self, received: int, total: int) -> None:
+    def _record(self, received: int, total: int) -> None:
         self.received, self.total = received, total
 
 

@@ -26,13 +26,13 @@ from forebay.load.prefetch import Prefetcher
 from forebay.load.stats import Spent
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
+from forebay.storage.hub_splits import PREFIX
 from forebay.stream.documents import Malformed, TextEncoder
 from forebay.stream.hub import HUB, Records, records_of
 from forebay.stream.lane import Lane, StreamOptions
 from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
 
-_HUB_URL = "hf://datasets/"
 _MAX_EXCESS = 1.5
 _MAX_FACTOR = 1.1  # times that the ranks may fetch the text together
 _IDENTITY = ("lanes", "text_key", "shuffle_documents", "shuffle_bytes", "warmup_documents", "drop_last")
@@ -120,7 +120,7 @@ class TextStream(RunningSource[NumpyTokens]):
         """Batches of the run; None without an end."""
         read, paths = ReadOptions(text_key=options.text_key, format=options.format), inputs
         if isinstance(inputs, str | Path):
-            paths = [] if str(inputs).startswith((HUB, _HUB_URL)) else [inputs]
+            paths = [] if str(inputs).startswith((HUB, PREFIX)) else [inputs]
         is_files = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
         self._records: Records = find_records(paths, read) if is_files else records_of(inputs, read)
         self.position = StreamState()

@@ -138,10 +138,8 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path) -> None:
     "settings, named",
     [
         ({"model_size": "medium", "learning_rate": 0.5, "device": "cuda"}, ["model_size, learning_rate, device"]),
-        ({"lanes": 2, "text_key": "x", "streaming": True}, ["streaming, lanes, text_key"]),
-        ({"coordinator": "h:1", "timeout_s": 1, "vocab_size": 9}, ["coordinator, timeout_s"]),
+        ({"lanes": 2, "streaming": True, "timeout_s": 1, "vocab_size": 9}, ["streaming, lanes", "timeout_s"]),
         ({"dataset_name": "", "vocab_size": 9, "lanes": 2, "tokenizer_name": "bytes"}, ["vocab_size"]),
-        ({}, []),
     ],
 )
 def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any], named: list[str]) -> None:
