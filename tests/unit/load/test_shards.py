@@ -19,7 +19,9 @@ from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
 from support.origin_server import ACCESS_KEY, BUCKET, SECRET_KEY, OriginServer
 from support.shard_buckets import (
+    HEADER_BYTES,
     PREFIX,
+    SAMPLES,
     SETTINGS,
     SHARDS,
     TOKEN_BYTES,
@@ -46,11 +48,7 @@ def bucket() -> Path:
 @pytest.fixture
 def own_bucket(bucket: Path, tmp_path: Path) -> Path:
     """A copy that may be damaged."""
-    own = tmp_path / "own"
-    own.mkdir()
-    for path in bucket.iterdir():
-        shutil.copyfile(path, own / path.name)
-    return own
+    return shutil.copytree(bucket, tmp_path / "own")
 
 
 @pytest.fixture
@@ -314,5 +312,6 @@ def test_a_plan_of_shards_agrees_with_the_server(
         for step in range(SHARDS - 1):
             shards.at_step(step)
         await_shard(shards.upcoming_dataset)
+    assert (plan["shards"], plan["shard_bytes"]) == (SHARDS, TOKEN_BYTES + HEADER_BYTES + 8 * SAMPLES)
     assert plan["requests"] == pytest.approx(server.requests.total(), rel=0.2)
     assert plan["fetched_bytes"] == pytest.approx(server.bytes_sent.total(), rel=0.2)

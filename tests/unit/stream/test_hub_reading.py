@@ -190,11 +190,13 @@ def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
     assert pinned.config == "default"
 
 
-def test_revisions(hub: HubServer) -> None:
+def test_revisions_and_a_dataset_that_was_renamed(hub: HubServer) -> None:
     hub.revisions.add("refs/convert/parquet")
     for name in ("EleutherAI/pile@refs%2Fconvert%2Fparquet", "EleutherAI/pile:train@refs/convert/parquet"):
         result = find_split(name)
         assert len(result.files()) == 2
+    hub.renamed["squad"] = "EleutherAI/pile"
+    assert find_split("squad").url.startswith("hf://datasets/EleutherAI/pile:train@")
     with pytest.raises(UsageError, match="expected a revision of it"):
         find_split("EleutherAI/pile@nope")
 
@@ -205,12 +207,6 @@ def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.Monkey
     with pytest.raises(ImportError, match=message) as caught:
         TextStream("hf:example/pictures", tokenizer="bytes", seq_len=8, batch_size=1)
     assert isinstance(caught.value, MissingPackageError)
-
-
-def test_a_dataset_that_was_renamed(hub: HubServer) -> None:
-    hub.renamed["squad"] = "EleutherAI/pile"
-    result = find_split("squad")
-    assert result.url.startswith("hf://datasets/EleutherAI/pile:train@")
 
 
 def test_a_mirror_whose_pages_name_the_hub(hub: HubServer) -> None:
