@@ -33,9 +33,9 @@ def shard_of_step(
     Raises:
         UsageError: If an argument is out of range.
     """
-    index = shard_turn(step, steps_per_shard, reset_step)[0] % max(1, num_shards)
     if num_shards < 1:
         raise UsageError(f"shards: expected at least one, got {num_shards}.")
+    index = shard_turn(step, steps_per_shard, reset_step)[0] % num_shards
     return (remap or {}).get(index, index)
 
 

@@ -313,14 +313,9 @@ class PathOrigin(ObjectOrigin):
             raise PermanentError(f"{self.folder / name} ends at byte {start}, before {stop}")
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        try:
-            with (self.folder / name).open("rb") as file:
-                data = file.read(max_bytes + 1)
-        except OSError as error:
-            raise _path_error(error) from error
-        if len(data) > max_bytes:
+        if (size := self.head(name).bytes) > max_bytes:
             raise PermanentError(f"{self.folder / name} is larger than {max_bytes} bytes")
-        return data
+        return read_whole(self, name, 0, size)
 
 
 def origin_of(dataset: Dataset) -> Origin:

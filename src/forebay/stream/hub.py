@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice, takewhile
+from itertools import count, islice
 from typing import Any, TypeAlias
 
 from forebay.errors import ForebayError, PrepareError, StateError, UsageError
@@ -69,9 +69,8 @@ def hub_records(split: HubSplit | HubCopy, options: ReadOptions) -> FileRecords:
     """
 
     def runs(size: int) -> Iterator[list[InputFile]]:
-        sources = map(partial(source_at, split), count())
-        files = takewhile(lambda file: file is not None, sources)
-        while run := [file for file in islice(files, size) if file is not None]:
+        files = iter(partial(next, map(partial(source_at, split), count())), None)
+        while run := [file for file in islice(files, size) if file]:
             yield run if options.format == "auto" else [resolve_format(file, options) for file in run]
 
     return FileRecords(split.url, options, runs)
