@@ -90,7 +90,7 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
 
         def check() -> None:
             """As the threads that receive chunks do."""
-            shard = read_layout(origin, find_shard(origin, 0), _SEQ_LEN)
+            shard = read_layout(find_shard(origin, 0), _SEQ_LEN)
             info, id_info = shard.infos()
             sample_check = SampleCheck(shard, np.memmap(ids, "<u8", "r", id_info.offset))
 

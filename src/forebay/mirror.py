@@ -382,9 +382,8 @@ def _has_shard(store: Store, shard: ShardInfo) -> bool:
     if not _contains(store, shard):
         return False
     if (folder := store.folder) is not None:
-        here = PathOrigin(folder)
         try:
-            pair = read_layout(here, find_shard(here, shard.index), 0)
+            pair = read_layout(find_shard(PathOrigin(folder), shard.index), 0)
             verify_pair(folder, pair)
             pair_map(folder, pair).unlink()
         except (DatasetError, IntegrityError) as error:

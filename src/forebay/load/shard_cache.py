@@ -98,21 +98,19 @@ class ShardCache(Closing):
         return find_shard(self.origin, index, timeout_s=self._timeout_s, stop=stop)
 
     def is_in_place(self, shard: ShardInfo) -> bool:
-        return shard.url == self._here.url
+        return shard.origin is self._here
 
     def describe(self, index: int, stop: threading.Event | None = None) -> ShardInfo:
         """A shard as `find` finds it, and its layout. Raises DatasetError or NetworkError."""
         shard = self.find(index, stop)
         if shard not in self._layouts:
-            origin = self._here if self.is_in_place(shard) else self.origin
-            self._layouts[shard] = read_layout(origin, shard, self._seq_len)
+            self._layouts[shard] = read_layout(shard, self._seq_len)
         return self._layouts[shard]
 
     def read(self, shard: ShardInfo, positions: I64) -> Array:
         """Tokens [B, L] of samples of a described shard, verified, without storing them. Raises ForebayError."""
-        origin = self._here if self.is_in_place(shard) else self.origin
         with ThreadPoolExecutor(_NUM_READERS) as pool:
-            parts = pool.map(lambda index: read_samples(origin, shard, range(index, index + 1)), positions.tolist())
+            parts = pool.map(lambda index: read_samples(shard, range(index, index + 1)), positions.tolist())
             return np.concatenate([np.empty((0, shard.seq_len), shard.dtype), *parts])
 
     def evict(self, keep: Collection[int]) -> None:

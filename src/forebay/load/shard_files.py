@@ -59,7 +59,7 @@ class ShardInfo:
     """What an origin says of a shard. `dtype` is of its tokens, `seq_len` tokens a sample; set by `read_layout`."""
 
     index: int
-    url: str
+    origin: ObjectOrigin
     tokens: ShardObject
     ids: ShardObject
     dtype: str = ""
@@ -83,7 +83,7 @@ class ShardInfo:
 
     def _info(self, chunk_bytes: int, part: ShardObject, *others: ShardObject) -> SliceInfo:
         versions = [(each.name, each.num_bytes, each.etag) for each in (part, *others)]
-        key = hashlib.sha256(json.dumps([self.url, chunk_bytes, *versions]).encode())
+        key = hashlib.sha256(json.dumps([self.origin.url, chunk_bytes, *versions]).encode())
         offset = len(part.header)
         return SliceInfo(0, part.name, part.num_bytes - offset, key.hexdigest(), 0, 0, chunk_bytes, offset)
 
@@ -117,7 +117,7 @@ class SampleCheck:
         return IntegrityError(
             f"shard {shard.index}: expected each sample to have its id, got {self.wrong.total()} of "
             f"{sum(self.checked)} checked that have not, the first sample {first} at byte {offset} of "
-            f"{shard.url}/{shard.tokens.name}. Have the shard published again, or leave it out: "
+            f"{shard.origin.url}/{shard.tokens.name}. Have the shard published again, or leave it out: "
             f"remap={{{shard.index}: ANOTHER}}."
         )
 
@@ -184,29 +184,29 @@ def find_shard(origin: ObjectOrigin, index: int, **waiting: Any) -> ShardInfo:
         ids = find(f"sample_ids_{index:06d}.npy")
     except DatasetError:
         ids = find(f"sample_ids_{index:06d}.bin")
-    return ShardInfo(index, origin.url, tokens, ids)
+    return ShardInfo(index, origin, tokens, ids)
 
 
-def read_layout(origin: ObjectOrigin, shard: ShardInfo, seq_len: int) -> ShardInfo:
+def read_layout(shard: ShardInfo, seq_len: int) -> ShardInfo:
     """A shard with its headers, which must fit each other. `seq_len` 0: as the sizes say; the ids verify it.
 
     Raises DatasetError or NetworkError.
     """
-    ids, numbers = _read_header(origin, shard.ids, "<u8")
+    ids, numbers = _read_header(shard.origin, shard.ids, "<u8")
     count, kinds = numbers.count, (np.dtype("<u2"), np.dtype("<u4"))
     width = shard.tokens.num_bytes // (count * seq_len) if count * seq_len else 2  # Of a file without a header.
-    tokens, vector = _read_header(origin, shard.tokens, kinds[width == 4])
+    tokens, vector = _read_header(shard.origin, shard.tokens, kinds[width == 4])
     if numbers.kind != np.dtype("<u8") or not count or vector.kind not in kinds:
         raise DatasetError(
             f"shard {shard.index}: expected tokens of uint16 or uint32, and sample ids of uint64, got {vector.kind}, "
-            f"and {count} sample ids of {numbers.kind} ({origin.url}). Have the shard published again."
+            f"and {count} sample ids of {numbers.kind} ({shard.origin.url}). Have the shard published again."
         )
     seq_len = seq_len or vector.count // count
     if vector.count != count * seq_len or not seq_len:
         raise DatasetError(
             f"shard {shard.index}: expected {count * seq_len} tokens, {seq_len} for each of {count} ids ({ids.name}), "
-            f"got {vector.count} tokens ({origin.url}). One of the two is truncated, of another shard, or of another "
-            "sequence_length; fetch both again, or set sequence_length."
+            f"got {vector.count} tokens ({shard.origin.url}). One of the two is truncated, of another shard, or of "
+            "another sequence_length; fetch both again, or set sequence_length."
         )
     return replace(shard, tokens=tokens, ids=ids, dtype=vector.kind.str, seq_len=seq_len, num_samples=count)
 
@@ -215,16 +215,13 @@ def read_layout(origin: ObjectOrigin, shard: ShardInfo, seq_len: int) -> ShardIn
 class SharedShards:
     """All shards at an origin, with their layouts."""
 
-    origin: ObjectOrigin
     shards: Sequence[ShardInfo]
 
     @classmethod
     def open(cls, url: str) -> SharedShards:
         """Read the headers of the shards at a URL. Raises DatasetError or NetworkError."""
         origin = as_object_origin(open_origin(url))
-        return cls(
-            origin, [read_layout(origin, find_shard(origin, index), 0) for index in list_shards(origin, timeout_s=25.0)]
-        )
+        return cls([read_layout(find_shard(origin, index), 0) for index in list_shards(origin, timeout_s=25.0)])
 
     def describe(self) -> dict[str, Any]:
         """Return what `inspect` prints."""
@@ -253,7 +250,7 @@ class SharedShards:
             for first in range(0, shard.num_samples, step):
                 positions = range(first, min(first + step, shard.num_samples))
                 try:
-                    read_samples(self.origin, shard, positions)
+                    read_samples(shard, positions)
                 except IntegrityError:
                     changed.append(shard.tokens.name)
                     break
@@ -272,12 +269,12 @@ def num_requests(sizes: Sequence[tuple[int, int]], num_names: int = 2) -> int:
     return ranges + (num_names + 3) * len(sizes) + 3 * num_names + 1
 
 
-def read_samples(origin: ObjectOrigin, shard: ShardInfo, positions: range) -> Array:
+def read_samples(shard: ShardInfo, positions: range) -> Array:
     """Return consecutive samples, U16 or U32 [B, L]. Raises IntegrityError if one does not have its id."""
 
     def read(part: ShardObject, width: int) -> bytes:
         start = len(part.header) + positions.start * width
-        return read_small(PinnedOrigin(origin, part.etag), part.name, len(positions) * width, start=start)
+        return read_small(PinnedOrigin(shard.origin, part.etag), part.name, len(positions) * width, start=start)
 
     data, check = read(shard.tokens, shard.sample_bytes), SampleCheck(shard, np.frombuffer(read(shard.ids, 8), "<u8"))
     if not check.compare(positions.start, memoryview(data), check.ids):

@@ -154,9 +154,9 @@ class Training:
                 (is_text, ("vocab_size",), "a text: its tokenizer has the ids"),
                 (is_alone, ("coordinator", "identity", "timeout_s"), "a worker alone; train together, --distributed"),
             ):
-                given = [name for name in names if getattr(self.config, name) != getattr(WorkerConfig, name)]
-                if is_unused and given:
-                    self.log(f"{', '.join(given)}: without effect on {what}")
+                changed = [name for name in names if getattr(self.config, name) != getattr(WorkerConfig, name)]
+                if is_unused and changed:
+                    self.log(f"{', '.join(changed)}: without effect on {what}")
             self._described = True
         self._started_at = self._logged_at = time.monotonic()
 

@@ -83,8 +83,7 @@ def shard(folder: Path, count: int = 300) -> tuple[Path, Path]:
 
 
 def read_shard(folder: Path, index: int = 0, seq_len: int = L) -> ShardInfo:
-    origin = PathOrigin(folder)
-    return read_layout(origin, find_shard(origin, index), seq_len)
+    return read_layout(find_shard(PathOrigin(folder), index), seq_len)
 
 
 def verified(folder: Path, index: int = 0, seq_len: int = L) -> ShardDataset:
