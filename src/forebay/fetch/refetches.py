@@ -19,7 +19,8 @@ class Refetches:
         self.counts = {"refetched_chunks": 0, "refetched_bytes": 0}
         self._table, self._first_key, self._run = table, first_key, run
         self._epochs: dict[int, int] = {}  # By dataset: the epoch of its bits.
-        self._bits = np.zeros(int(table.first[-1]) // 8 + 1, np.uint8)
+        self._first = table.first[first_key].tolist()  # Of each dataset's chunk 0.
+        self._bits = [np.zeros(size // 8 + 1, np.uint8) for size in np.diff(self._first).tolist()]
         self._fetched_bytes, self._warned = 0, False
 
     def add(self, group: ChunkGroup, chunks: I64, step: int, is_own: bool) -> None:
@@ -32,14 +33,11 @@ class Refetches:
             return
         if epoch != self._epochs.get(source):
             self._epochs[source] = epoch
-            low, high = self._table.first[self._first_key[source : source + 2]].tolist()
-            self._bits[low // 8 + 1 : high // 8] = 0  # The bytes at both ends have bits of other datasets, too.
-            for number in {*range(low, min(high, low // 8 * 8 + 8)), *range(max(low, high // 8 * 8), high)}:
-                self._bits[number >> 3] &= 255 - (1 << (number & 7))
-        numbers = int(self._table.first[group.key]) + chunks
+            self._bits[source][:] = 0
+        numbers, flags = int(self._table.first[group.key]) - self._first[source] + chunks, self._bits[source]
         places, bits = numbers >> 3, np.left_shift(1, numbers & 7).astype(np.uint8)
-        again = (self._bits[places] & bits) > 0
-        np.bitwise_or.at(self._bits, places, bits)
+        again = (flags[places] & bits) > 0
+        np.bitwise_or.at(flags, places, bits)
         if not again.any():
             return
         self.counts["refetched_chunks"] += int(again.sum())
