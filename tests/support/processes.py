@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from support.waiting import until
@@ -81,3 +82,14 @@ def forebay(*argv: object, **environment: str) -> Process:
 
 Start = Callable[..., Process]
 """A function that starts a process as `forebay` does, and ends it with the test."""
+
+
+def run_command(
+    *argv: object, code: int | None = 0, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of `forebay` to its end, with this status, or any of a failure if it is None."""
+    command = [sys.executable, "-m", "forebay", *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
+    assert done.returncode in ((1, 2) if code is None else (code,)), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done

@@ -215,3 +215,32 @@ def test_a_program_that_chose_so_loads_once_and_forks(call: str, result: str, tm
     """Not with a second thread, whose locks the forks would wait for."""
     with start(tmp_path, "fork", call) as program:
         assert program.communicate()[0].strip() == result
+
+
+_INTERRUPTED = """
+import multiprocessing, os, signal, time
+from multiprocessing.context import ForkProcess
+from forebay.prepare.engines import local
+
+start = ForkProcess.start
+
+
+def interrupted(process):
+    start(process)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+multiprocessing.set_start_method("fork")
+ForkProcess.start = interrupted
+local._serve = lambda pipe, log: time.sleep(60)  # It has not come to remove its log.
+with local.LocalEngine(2) as engine:
+    engine.map(max, [1, 2], print)
+"""
+
+
+def test_interrupt_while_a_worker_is_started_leaves_no_file(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr
+    assert list(tmp_path.iterdir()) == []

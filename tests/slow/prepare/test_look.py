@@ -1,29 +1,16 @@
 """A recipe is tried on a sample, and two reports are compared, as a user does it."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from forebay.prepare.report import load_report
+from support.processes import run_command
 from support.shared_data import shared_data
 
 pytest.importorskip("numba")
-
-
-def run(*arguments: object, cwd: Path, code: int = 0) -> str:
-    """What a command prints: its result, or its errors."""
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("forebay")), *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd, env=os.environ,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout if code == 0 else done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +25,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path) -> None:
     arguments = ("prepare", pages / "in", "--recipe", "fineweb", "--tokenizer", "bytes", "--workers", 1)
-    shown = run(*arguments, "--sample", "60%", cwd=tmp_path)
+    shown = run_command(*arguments, "--sample", "60%", cwd=tmp_path).stdout
     assert "dropped of what reaches a rule" in shown and "gopher_short < 50" in shown
     assert all(label in shown for label in ("whole input", "documents kept", "disk while it runs", "time", "memory"))
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1])
@@ -54,7 +41,7 @@ def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path
     assert all(total >= sampled - 0.01 for name, (sampled, total) in seconds.items() if name != "start")
     assert report["cost"]["wall_s"][1] < report["cost"]["wall_s"][0] < report["cost"]["wall_s"][2]
     # Again, with other settings: the earlier report is replaced.
-    run(*arguments, "--sample", "60%", "--set", "gopher_quality.min_words=5", cwd=tmp_path)
+    run_command(*arguments, "--sample", "60%", "--set", "gopher_quality.min_words=5", cwd=tmp_path)
     assert {r["threshold"] for r in load_report(folder)["rules"] if r["reason"] == "gopher_short"} == {5}
 
 
@@ -62,9 +49,9 @@ def test_two_reports_are_compared(pages: Path, tmp_path: Path) -> None:
     for name, words, extra in (("a", 50, ()), ("b", 5, ("--filter", "c4"))):
         limit = f"gopher_quality.min_words={words}"
         arguments = ("prepare", pages / "in", "--recipe", "gopher", "--tokenizer", "bytes", "--set", limit, *extra)
-        run(*arguments, "--out", tmp_path / name, "--write-ids", tmp_path / f"{name}.ids", cwd=tmp_path)
+        run_command(*arguments, "--out", tmp_path / name, "--write-ids", tmp_path / f"{name}.ids", cwd=tmp_path)
     both = ("report", tmp_path / "a", tmp_path / "b" / "report.html", "--ids", tmp_path / "a.ids", tmp_path / "b.ids")
-    comparison = json.loads(run(*both, "--json", cwd=tmp_path))
+    comparison = json.loads(run_command(*both, "--json", cwd=tmp_path).stdout)
     changed = {entry["key"]: (entry["a"], entry["b"]) for entry in comparison["recipe"]}
     assert changed == {"gopher_quality.min_words": (50, 5), "[c4]": (None, True)}
     rules = {rule["reason"]: rule for rule in comparison["rules"]}
@@ -76,9 +63,9 @@ def test_two_reports_are_compared(pages: Path, tmp_path: Path) -> None:
         len(ids[0] & ids[1]), len(ids[0] - ids[1]), len(ids[1] - ids[0]),
     )  # fmt: skip
     assert set(documents["examples_b"]) <= ids[1] - ids[0] and set(documents["examples_a"]) <= ids[0] - ids[1]
-    shown = run(*both, "--html", tmp_path / "page.html", cwd=tmp_path)
+    shown = run_command(*both, "--html", tmp_path / "page.html", cwd=tmp_path).stdout
     assert "gopher_quality.min_words" in shown and "[c4]" in shown and "kept by both" in shown and "CPU time" in shown
     assert comparison["times"][0]["name"] == "all" and comparison["times"][0]["b"] > 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") >= 2 * 20 and "<script" not in page
-    assert json.loads(run("report", "a", "a", "--json", cwd=tmp_path))["recipe"] == []
+    assert json.loads(run_command("report", "a", "a", "--json", cwd=tmp_path).stdout)["recipe"] == []

@@ -1,41 +1,14 @@
-"""Deduplication and decontamination from the command line: every kind, any number of processes, methods of a user's."""
+"""Deduplication and decontamination from the command line: every kind, any number of processes."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.outputs import content
+from support.processes import run_command
 
-METHOD = '''
-from dataclasses import dataclass
-from typing import ClassVar
-
-import numpy as np
-
-
-@dataclass(frozen=True)
-class SameLength:
-    """Texts of the same number of words are copies."""
-
-    step: int = 1
-    name: ClassVar[str] = "same_length"
-    reason: ClassVar[str] = "same_length"
-    columns: ClassVar[int] = 1
-    key_columns: ClassVar[int] = 1
-
-    @property
-    def settings(self):
-        return [1, self.step]
-
-    def sign(self, batch):
-        return np.array([[1 + len(text.split()) // self.step] for text in batch["text"].to_pylist()], np.uint64)
-'''
 RECIPE = """
 [decontaminate]
 sets = ["SETS"]
@@ -56,29 +29,6 @@ max_cut_share = 0.6
 keep = "best"
 score = "edu"
 """
-
-
-def prepare(folder: Path, *arguments: object, code: int = 0, **environment: str) -> Any:
-    command = [
-        sys.executable,
-        "-m",
-        "forebay",
-        "prepare",
-        *map(str, arguments),
-        "--tokenizer",
-        "bytes",
-        "--json",
-        "--quiet",
-    ]
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path} | environment,
-    )
-    assert done.returncode == code, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.stderr
 
 
 def write_documents(folder: Path) -> tuple[list[dict], list[dict[str, str]]]:
@@ -125,9 +75,11 @@ def test_every_kind_at_once_gives_the_same_bytes_for_any_number_of_processes(tmp
     results = []
     for workers in (1, 2, 7):
         out = tmp_path / f"out{workers}"
-        result = prepare(
-            tmp_path, inputs, "--config", tmp_path / "all.toml", "--out", out, "--workers", workers, "--name", "x"
-        )
+        done = run_command(
+            *f"prepare --tokenizer bytes --json --quiet --name x --workers {workers} --out".split(), out, inputs,
+            "--config", tmp_path / "all.toml",
+        )  # fmt: skip
+        result = json.loads(done.stdout.splitlines()[-1])
         report = content(out / "report.html")
         results.append(
             (result, report, (out / "contamination.jsonl").read_bytes(), (out / "manifest.json").read_bytes())
@@ -138,14 +90,3 @@ def test_every_kind_at_once_gives_the_same_bytes_for_any_number_of_processes(tmp
     assert result["dropped"]["contaminated_exam"] == len(hits.splitlines()) >= 15
     for label in (b"lines cut", b"spans of 3 sentences cut", b"spans of 20 words cut"):
         assert label in report
-
-
-def test_a_method_in_a_file_outside_the_package(tmp_path: Path) -> None:
-    (tmp_path / "own_dedup.py").write_text(METHOD)
-    (tmp_path / "own.toml").write_text('[dedup.same_length]\nuse = "own_dedup:SameLength"\nstep = 3\n')
-    texts = ["one", "one two", "one two three", "one two three four", "1 2 3 4 5 6"]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    arguments = (tmp_path / "in.jsonl", "--config", tmp_path / "own.toml", "--out", tmp_path / "out", "--workers", 1)
-    assert "--allow-code" in prepare(tmp_path, *arguments, code=2)
-    result = prepare(tmp_path, *arguments, "--allow-code")
-    assert result["dropped"] == {"same_length": 2} and result["documents_out"] == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay.files import HOST
+from support.processes import run_command
 
 STAGE = """
 import os, signal, sys
@@ -84,13 +85,6 @@ def start(folder: Path, out: Path, workers: int, **options: str) -> subprocess.P
         )  # fmt: skip
 
 
-def forebay(*arguments: str | Path, code: int = 0) -> str:
-    command = [sys.executable, "-m", "forebay", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("workers, how", [(1, "fatal"), (2, "deadly")])
 def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int, how: str) -> None:
     corpus(tmp_path, 6, **{how: [4]})
@@ -98,9 +92,9 @@ def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int,
     assert start(tmp_path, out, workers).wait() == 1
     log = (tmp_path / "run.log").read_text()
     assert log.strip().endswith(f"`forebay report {out}` prints the log of the task.")
-    printed = forebay("report", out)
+    printed = run_command("report", out).stdout
     assert printed.count("failed task") == 1 and f"failed task: {tmp_path}/source/04.txt" in printed
-    fields = json.loads(forebay("report", out, "--json"))
+    fields = json.loads(run_command("report", out, "--json").stdout)
     (failure,) = fields["failed"]
     assert failure["pid"] > 0 and failure["step"] == "process_split" and failure["host"] == HOST
     assert fields["record"]["state"] == "failed" and fields["record"]["retries"][-1]["kind"] == failure["kind"]
@@ -116,4 +110,4 @@ def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int,
         assert failure["log"].strip() == "a library says why"
     (tmp_path / "fixed").touch()
     assert start(tmp_path, out, workers).wait() == 0
-    assert not (out / ".work").exists() and "failed task" not in forebay("report", out)
+    assert not (out / ".work").exists() and "failed task" not in run_command("report", out).stdout

@@ -8,6 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from forebay.cli import main
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.base import get_format
 from forebay.formats.detect import detect
@@ -110,6 +111,9 @@ def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
     assert acquire(spec(tmp_path, server), tmp_path / "out") == path
     assert len(server.requests) == num_requests  # done is done
     assert good_texts(path) == [item["text"] for item in result]
+    command = f"prepare {tmp_path}/a.api.toml --tokenizer bytes --workers 1 --quiet --out {tmp_path}/d"
+    assert main([*command.split(), "--write-ids", str(tmp_path / "ids")]) == 0
+    assert (tmp_path / "ids").read_text().split() == ALL == ids(tmp_path / "d.inputs/a/items.jsonl")
 
 
 def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:
