@@ -21,6 +21,7 @@ from pathlib import Path
 
 import libtorrent as lt
 import numpy as np
+import pytest
 import zstandard
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
@@ -62,6 +63,7 @@ from forebay.swarm.tracker import Tracker
 from support.foreign_datasets import made_table
 from support.handlers import serve
 from support.nodes import make_dataset
+from support.preparing import prepare, stay_in_process, write_jsonl
 from support.rude_peer import RudePeer
 
 from .engine import Target
@@ -413,6 +415,30 @@ def dht(directory: Path, identity: Identity) -> Target:
     ]  # fmt: skip
     reported = lt.bencode({b"t": b"aa", b"y": b"r", b"r": {b"id": b"j" * 20, b"values": [b"\x7f\0\0\1\1\1"]}})
     return Target(run, [*asked, reported], close=close)
+
+
+@target
+def preparation(directory: Path, identity: Identity) -> Target:
+    """A whole preparation: good documents beside an input are kept, whatever the input is."""
+    patch, out, ids = pytest.MonkeyPatch(), directory / "out", directory / "ids"
+    stay_in_process(patch)
+    (directory / "in").mkdir()
+    good = [f"good-{i}" for i in range(5)]
+    write_jsonl(directory / "in/good.jsonl", ({"id": name, "text": name} for name in good))
+    settings = {"max_error_rate": 1.0, "unicode": {}, "pii": {}, "dedup": {"exact": True}}
+
+    def run(data):
+        (directory / "in/x").write_bytes(data)
+        shutil.rmtree(out, ignore_errors=True)
+        prepare(directory / "in", out, settings=settings, write_ids=ids)
+        assert set(good) <= set(ids.read_text().splitlines())
+
+    seeds = []
+    for name in ("jsonl", "warc", "parquet"):
+        (data,) = PLAIN[name].files.values()
+        middle = len(data) // 2
+        seeds += [data, data[:middle], data[:middle] + bytes(40) + data[middle + 40 :]]
+    return Target(run, [*seeds, *map(gzip.compress, seeds)], close=patch.undo)
 
 
 def _reader(format, name, seed):
