@@ -71,14 +71,10 @@ class Corpora:
 
     @property
     def s3_environment(self) -> dict[str, str]:
-        return self.s3.environment("remote/tokenized/") | {
-            "AWS_ENDPOINT_URL": self.s3.endpoint,
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-            "AWS_REGION": "us-east-1",
-            "R2_DATASET_WRITE_ACCESS_KEY_ID": ACCESS_KEY,
-            "R2_DATASET_WRITE_SECRET_ACCESS_KEY": SECRET_KEY,
-        }
+        return {
+            **self.s3.environment("remote/tokenized/"), **self.s3.aws_environment(),
+            "R2_DATASET_WRITE_ACCESS_KEY_ID": ACCESS_KEY, "R2_DATASET_WRITE_SECRET_ACCESS_KEY": SECRET_KEY,
+        }  # fmt: skip
 
     @functools.cached_property
     def coordinator(self) -> str:

@@ -1,8 +1,6 @@
-"""Deduplication that is killed, of very long texts, and of ten times the documents."""
+"""Deduplication of very long texts, and of ten times the documents."""
 
 import os
-import pickle
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,61 +9,8 @@ import pyarrow as pa
 import pytest
 
 from forebay.prepare.dedup.cutting import Cutter
-from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup
-from forebay.storage.store import open_store
-from support.dedup_bench import Bench, drop_codes, make_chains
-from support.stores import contents, resuming
-
-KILLED = """
-import os, pickle, signal, sys, threading
-from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.dedup.deduplicate import deduplicate
-from forebay.storage.store import FolderStore, open_store
-from support.dedup_bench import Bench, drop_codes, make_chains
-from support.stores import resuming
-left, store = int(sys.argv[3]), FolderStore(sys.argv[2])
-def map(run, tasks):
-    global left
-    done = []
-    for task in tasks:
-        left -= 1
-        if left < 0:
-            threading.Event().wait()  # The kill may come late: what was finished would be cleaned up.
-        if left == 0:
-            threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
-        done += resuming(store)(run, [task])
-    return done
-part = pickle.loads(bytes.fromhex(sys.argv[1]))
-deduplicate([part], Dedup(exact=True, minhash=True), store, map, memory_bytes=1 << 16)
-"""
-
-
-@pytest.mark.parametrize("task, delay_s", [(3, 0.0), (16, 0.003)])
-def test_killed_and_run_again(tmp_path: Path, task: int, delay_s: float) -> None:
-    config, bench = Dedup(exact=True, minhash=True), Bench(tmp_path)
-    part = bench.sign(make_chains(), config)
-    folder = tmp_path / "killed"
-    arguments = [pickle.dumps(part).hex(), str(folder), str(task), str(delay_s)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    died = subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False, env=environment)
-    assert died.returncode == -signal.SIGKILL
-    finished = {path.stem for path in (folder / "done/sort_run").glob("*.json")}
-    before = {path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run") if path.stem in finished}
-    assert before
-    seen = {}
-    store = open_store(folder)
-
-    def map(run, tasks):
-        names = resuming(store)(run, tasks)
-        seen.update({path.name: path.stat().st_ino for path in (folder / "dedup").glob("*.run")})
-        return names
-
-    deduplicate([part], config, store, map, memory_bytes=1 << 16)
-    assert {name: seen[name] for name in before} == before  # what was finished was not done again
-    undisturbed = bench.deduplicate([part], config, 1 << 16)
-    store.remove_stale()
-    assert contents(store) == contents(undisturbed.drop[0].store)
+from support.dedup_bench import Bench, drop_codes
 
 
 @pytest.mark.parametrize("filler", ["word ", "a"])

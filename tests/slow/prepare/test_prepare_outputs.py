@@ -14,7 +14,7 @@ from forebay.prepare.inputs import find_inputs, read_split, split_files
 from support.crawl import CRAWL, write_mirror
 from support.outputs import OUTPUTS, hashes, make_outputs, output, prepare_output
 from support.preparing import prepare, write_jsonl
-from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from support.s3_server import S3Server
 from support.store import stored
 
 
@@ -34,9 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the directory of a bucket that the environment names."""
-    variables = {"ACCESS_KEY_ID": ACCESS_KEY, "SECRET_ACCESS_KEY": SECRET_KEY, "ENDPOINT_URL": server.endpoint}
-    for name, value in {**variables, "REGION": "us-east-1"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    for name, value in server.aws_environment().items():
+        monkeypatch.setenv(name, value)
     return server.directory / "bucket"
 
 

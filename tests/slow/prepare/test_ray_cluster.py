@@ -7,7 +7,7 @@ from pathlib import Path
 from support import cluster
 from support.calibration import scaled
 from support.ray_nodes import HEAD, ray_nodes
-from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from support.s3_server import S3Server
 
 
 def test_machines_that_come_and_go_make_the_same_dataset(tmp_path: Path) -> None:
@@ -16,10 +16,9 @@ def test_machines_that_come_and_go_make_the_same_dataset(tmp_path: Path) -> None
     cluster.write_corpus(directory / "bucket/source", 90)
     local = cluster.start(str(directory / "bucket/source"), str(tmp_path / "local"), 1, {})
     expected = local.communicate()[0].split()[-1]
-    credentials = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_REGION": "us-east-1"}
     with S3Server(directory, host="0.0.0.0") as server:
-        credentials["AWS_ENDPOINT_URL"] = f"http://{HEAD}:{server.ports[0]}"
-        with ray_nodes(tmp_path, credentials) as nodes:
+        environment = server.aws_environment() | {"AWS_ENDPOINT_URL": f"http://{HEAD}:{server.ports[0]}"}
+        with ray_nodes(tmp_path, environment) as nodes:
             nodes.start_head()
             for _ in range(3):
                 nodes.add()
