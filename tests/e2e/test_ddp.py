@@ -1,4 +1,4 @@
-"""Two ranks that train under DistributedDataParallel, each on a Loader; one fails, and the run is resumed."""
+"""Ranks that train under DistributedDataParallel, each on a Loader; one fails, and others resume the run."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,8 @@ def test_ranks_train_on_the_global_batches_and_where_one_fails_the_run_ends_and_
         data,
         [
             {"world": 2, "steps": 9},
-            {"world": 2, "steps": 9, "save": saved, "save_after": 4, "fail_after": 6},
-            {"world": 1, "steps": 5, "load": saved},
+            {"world": 2, "steps": 9, "save": saved, "save_after": 4, "fail_after": 6, "helpers": 1},
+            {"world": 5, "steps": 5, "load": saved},
         ],
     )
     loader = Loader(data, seq_len=SEQ_LEN, global_batch_size=GLOBAL_BATCH, seed=SEED, epochs=2)
@@ -29,3 +29,5 @@ def test_ranks_train_on_the_global_batches_and_where_one_fails_the_run_ends_and_
     assert failed["exit_codes"][1] == 3 and failed["exit_codes"][0] not in (0, None)
     assert batches(rest) == batches(full)[4:]
     assert rest["losses"] == pytest.approx(full["losses"][4:], rel=1e-9)
+    # The short batch at an epoch's end: every rank has that step, with one sample or none.
+    assert sorted(len(rank) for rank in rest["ids"][6 - 4]) == [0, 1, 1, 1, 1]
