@@ -1,6 +1,7 @@
 """Records as the batches that stages take."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -16,15 +17,24 @@ def to_batches(records: Iterable[Record], batch_bytes: int = 4 << 20) -> Iterato
         yield pa.record_batch(arrays, schema=SCHEMA)
 
 
-def to_batch(texts: Sequence[str], languages: Sequence[str | None] | None = None) -> pa.RecordBatch:
-    """Return one batch of these texts, with a column `language` if there are any."""
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)], batch_bytes=1 << 40)
+def to_batch(
+    texts: Sequence[str], languages: Sequence[str | None] | None = None, **fields: Sequence[str]
+) -> pa.RecordBatch:
+    """Return one batch of these texts, with other fields of their records, and a column `language` if there are any."""
+    others = [dict(zip(fields, values)) for values in zip(*fields.values())] or [{}] * len(texts)
+    records = [Record(i, text=text, **other) for i, (text, other) in enumerate(zip(texts, others))]
+    (batch,) = to_batches(records, batch_bytes=1 << 40)
     return batch if languages is None else batch.append_column("language", pa.array(languages, pa.string()))
 
 
-def drop_reasons(stage: Stage, texts: Sequence[str], languages: Sequence[str | None] | None = None) -> list[str]:
+def drop_codes(stage: Stage, texts: Sequence[str], *languages: Sequence[str | None], **fields: Any) -> list[int]:
+    """Return the index of the reason why the stage drops each text; -1 where it keeps it."""
+    return stage.apply(to_batch(texts, *languages, **fields)).drop.tolist()
+
+
+def drop_reasons(stage: Stage, texts: Sequence[str], *languages: Any, **fields: Any) -> list[str]:
     """Return why the stage drops each text; "" where it keeps it."""
-    return [stage.reasons[index] if index >= 0 else "" for index in stage.apply(to_batch(texts, languages)).drop]
+    return [stage.reasons[index] if index >= 0 else "" for index in drop_codes(stage, texts, *languages, **fields)]
 
 
 def stage_texts(stage: Stage, texts: Sequence[str]) -> list[str]:

@@ -77,7 +77,7 @@ def train(rank: int, run: dict, done: Any) -> None:
             if len(seen) == run.get("fail_after") and rank == run["world"] - 1:
                 os._exit(3)
             seen.append(step(model, batch))
-            if run.get("save") and rank == 0 and len(seen) == run.get("save_after", run["steps"]):
+            if rank == 0 and len(seen) == run.get("save_after"):
                 torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, run["save"])
             if len(seen) == run["steps"]:
                 break

@@ -9,13 +9,12 @@ import sysconfig
 import tarfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import ftfy
 import pytest
 
-from forebay.formats.records import Record
 from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.clean.pii import DEFAULT_KINDS, IDS, Pii
 from forebay.prepare.clean.toxic import Toxic
@@ -28,7 +27,7 @@ from forebay.prepare.filters.lines import LineRules
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
 from forebay.prepare.filters.url import Url
 from forebay.prepare.filters.words import split_words
-from support.batches import drop_reasons, to_batch, to_batches
+from support.batches import drop_codes, drop_reasons, to_batch
 from support.shared_data import shared_data
 
 PIECES = [
@@ -70,11 +69,6 @@ def data() -> Path:
     return shared_data("pii").parent
 
 
-def dropped(stage: Toxic, texts: Sequence[str], languages: Sequence[str] | None = None) -> list[int]:
-    drop = stage.apply(to_batch(texts, languages)).drop.tolist()
-    return drop
-
-
 def test_real_lists_agree_with_the_rule_of_c4(data: Path) -> None:
     texts = [
         (data / f"books/gutenberg_en/{name}.txt").read_text("latin-1") for name in ("carroll-alice", "whitman-leaves")
@@ -83,27 +77,27 @@ def test_real_lists_agree_with_the_rule_of_c4(data: Path) -> None:
     words = [re.escape(line.strip()) for line in (data / "badwords/en").read_text().splitlines() if line.strip()]
     pattern = re.compile(r"(?:\W|^)(?:{})(?:\W|$)".format("|".join(words)))
     theirs = [pattern.search(text.lower()) is not None for text in texts]
-    ours = [drop == 0 for drop in dropped(Toxic(str(data / "badwords")), texts)]
+    ours = [drop == 0 for drop in drop_codes(Toxic(str(data / "badwords")), texts)]
     assert ours == theirs and 0 < sum(ours) < len(ours)
     for language in ("zh", "ja", "th", "ru", "hi", "ar"):
         word = (data / "badwords" / language).read_text().splitlines()[-1].strip()
-        assert dropped(Toxic(str(data / "badwords")), [word, "ok"], [language] * 2) == [0, -1], language
+        assert drop_codes(Toxic(str(data / "badwords")), [word, "ok"], [language] * 2) == [0, -1], language
 
 
 def test_shipped_lists_are_those_of_ldnoobw(data: Path) -> None:
     texts = [(data / "books/gutenberg_en/shakespeare-hamlet.txt").read_text("latin-1")]
     texts = [texts[0][i : i + 500] for i in range(0, len(texts[0]), 500)]
-    shipped = dropped(Toxic("ldnoobw"), texts)
-    assert shipped == dropped(Toxic(str(data / "badwords")), texts) and 0 in shipped
+    shipped = drop_codes(Toxic("ldnoobw"), texts)
+    assert shipped == drop_codes(Toxic(str(data / "badwords")), texts) and 0 in shipped
     for language in ("zh", "ja", "th", "ru", "fil", "fr-CA-u-sd-caqc"):
         word = (data / "badwords" / language).read_text().splitlines()[-1].strip()
-        assert dropped(Toxic("ldnoobw"), [word, "ok"], [language] * 2) == [0, -1], language
+        assert drop_codes(Toxic("ldnoobw"), [word, "ok"], [language] * 2) == [0, -1], language
 
 
 def test_fasttext_model(data: Path) -> None:
     pytest.importorskip("fasttext")
     stage = Toxic(model=str(data / "lid/lid.176.ftz"), label="__label__de", threshold=0.6)
-    assert dropped(stage, ["Das ist ein deutscher Satz\nund noch einer.", "This is an English sentence."]) == [1, -1]
+    assert drop_codes(stage, ["Das ist ein deutscher Satz\nund noch einer.", "This is an English sentence."]) == [1, -1]
 
 
 def test_gate_misses_little_that_ftfy_repairs(data: Path) -> None:
@@ -117,11 +111,9 @@ def test_gate_misses_little_that_ftfy_repairs(data: Path) -> None:
     ]
     broken = [line.encode().decode("latin-1") for line in lines]
     broken += [line.encode().decode("sloppy-windows-1252") for line in lines]
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate([*lines, *broken])])
-    ours = Unicode(form="none").apply(batch).batch.column("text").to_pylist()
+    ours = Unicode(form="none").apply(to_batch([*lines, *broken])).batch.column("text").to_pylist()
     repaired = [ftfy.fix_encoding(text) for text in [*lines, *broken]]
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(repaired)])
-    theirs = Unicode(mojibake=False, form="none").apply(batch).batch.column("text").to_pylist()
+    theirs = Unicode(mojibake=False, form="none").apply(to_batch(repaired)).batch.column("text").to_pylist()
     changed = sum(a != b for a, b in zip(theirs, [*lines, *broken]))
     assert changed > 300
     assert sum(a != b for a, b in zip(ours, theirs)) <= 0.002 * changed
@@ -131,22 +123,14 @@ def test_real_text_without_such_numbers(data: Path) -> None:
     """Novels, plays and the Bible have no such numbers; nor do 1,000 pages of news and law."""
     texts = [path.read_text("latin-1") for path in sorted((data / "books/gutenberg_en").iterdir())]
     texts.append((data / "neardup/articles_1000.train").read_text("utf-8", "replace"))
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)], 1 << 40)
     kinds = tuple(kind for kind in DEFAULT_KINDS if kind in IDS)
-    assert not Pii(kinds=kinds).apply(batch).counts
+    assert not Pii(kinds=kinds).apply(to_batch(texts)).counts
 
 
 def test_the_standard_library_stays() -> None:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    records = [Record(i, id=file.name, text=file.read_text("utf-8")) for i, file in enumerate(files)]
-    dropped = {}
-    for batch in to_batches(records):
-        dropped |= {
-            batch["id"][row].as_py(): Code.reasons[code]
-            for row, code in enumerate(Code().apply(batch).drop)
-            if code >= 0
-        }
-    assert len(files) > 100 and set(dropped.values()) <= {"code_generated"} and len(dropped) < 6
+    reasons = list(filter(None, drop_reasons(Code(), [path.read_text("utf-8") for path in files], id=map(str, files))))
+    assert len(files) > 100 and set(reasons) <= {"code_generated"} and len(reasons) < 6
 
 
 def test_accuracy_on_the_declaration_of_human_rights() -> None:
@@ -202,4 +186,4 @@ def test_addresses_of_real_pages_stay() -> None:
     with tarfile.open(shared_data("html/wcxb_dev.tar.xz")) as files:
         truths = [json.load(files.extractfile(m)) for m in files if m.name.endswith(".json")]
     urls = [truth["url"] for truth in truths if truth.get("url")]
-    assert len(urls) > 1400 and [url for url, reason in zip(urls, drop_reasons(Url(), urls)) if reason] == []
+    assert len(urls) > 1400 and [url for url, reason in zip(urls, drop_reasons(Url(), urls, url=urls)) if reason] == []

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.formats.records import Record
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.kneser_ney import train_lm
 from forebay.prepare.recipe import LanguageModel
-from support.batches import to_batches
+from support.batches import to_batch
 
 Model = dict[tuple[str, ...], tuple[float, float]]
 
@@ -111,8 +110,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def perplexities(stage: Perplexity, texts: list[str]) -> tuple[list[float], list[int]]:
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
-    verdict = stage.apply(batch)
+    verdict = stage.apply(to_batch(texts))
     return verdict.batch.column("perplexity").to_pylist(), verdict.drop.tolist()
 
 

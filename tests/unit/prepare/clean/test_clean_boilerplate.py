@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import RESPONSE_MARK, Record
+from forebay.formats.records import RESPONSE_MARK
 from forebay.prepare.clean.boilerplate import Boilerplate
-from support.batches import stage_texts, to_batches
+from support.batches import stage_texts, to_batch
 
 
 def test_lines_go_and_text_stays() -> None:
@@ -36,9 +36,7 @@ def test_what_is_not_boilerplate() -> None:
 
 
 def test_counts_and_empty() -> None:
-    (batch,) = to_batches(
-        [Record(i, text=t) for i, t in enumerate(["Menu\nHome", "Menu\nText is here.", "\n \n", "a\n" * 5])]
-    )
+    batch = to_batch(["Menu\nHome", "Menu\nText is here.", "\n \n", "a\n" * 5])
     verdict = Boilerplate().apply(batch)
     assert verdict.drop.tolist() == [0, -1, 0, 0] and Boilerplate().reasons == ("empty",)
     assert verdict.counts == {"phrase_lines": 1}

@@ -3,9 +3,8 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.clean.pii import Pii
-from support.batches import stage_texts, to_batches
+from support.batches import stage_texts, to_batch
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRIVATE KEY-----"
 
@@ -80,8 +79,7 @@ def test_options_and_counts() -> None:
     once = "email@example.com firstname.lastname@example.org 22.214.171.124 10.0.0.1"
     assert stage_texts(fine, [text, text, once]) == [once] * 3
     assert stage_texts(Pii(public_only=False), [text]) == ["<email> <email> <ipv4> <ipv4>"]
-    (batch,) = to_batches([Record(0, text=text), Record(1, text="")])
-    verdict = Pii().apply(batch)
+    verdict = Pii().apply(to_batch([text, ""]))
     assert verdict.counts == {"email": 2, "ipv4": 1} and verdict.drop.tolist() == [-1, -1]
 
 

@@ -1,11 +1,10 @@
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.toxic import Toxic
-from support.batches import stage_texts, to_batch
+from support.batches import drop_codes, stage_texts, to_batch
 
 
 @pytest.fixture
@@ -14,11 +13,6 @@ def lists(tmp_path: Path) -> Path:
     (tmp_path / "zh").write_text("坏话\n")
     (tmp_path / "hi").write_text("गधा\n")
     return tmp_path
-
-
-def dropped(stage: Toxic, texts: Sequence[str], languages: Sequence[str] | None = None) -> list[int]:
-    drop = stage.apply(to_batch(texts, languages)).drop.tolist()
-    return drop
 
 
 def test_words_stand_apart(lists: Path) -> None:
@@ -37,7 +31,7 @@ def test_words_stand_apart(lists: Path) -> None:
         "y x yx z",
         "",
     ]
-    assert dropped(Toxic(str(lists), language="en"), texts) == [0, -1, 0, 0, -1, -1, -1, 0, -1, -1, 0, -1, -1]
+    assert drop_codes(Toxic(str(lists), language="en"), texts) == [0, -1, 0, 0, -1, -1, -1, 0, -1, -1, 0, -1, -1]
     assert stage_texts(Toxic(str(lists)), texts) == texts
 
 
@@ -53,24 +47,24 @@ def test_languages_choose_the_list(lists: Path) -> None:
     verdict = Toxic(str(lists)).apply(to_batch(texts, languages))
     assert verdict.drop.tolist() == [0, -1, -1, -1, 0, -1]
     assert verdict.counts == {"no_list": 1}
-    assert dropped(Toxic(str(lists / "en")), texts, languages) == [-1, 0, -1, 0, -1, -1]
-    assert dropped(Toxic(str(lists), language="../en"), ["darn"]) == [-1]
+    assert drop_codes(Toxic(str(lists / "en")), texts, languages) == [-1, 0, -1, 0, -1, -1]
+    assert drop_codes(Toxic(str(lists), language="../en"), ["darn"]) == [-1]
 
 
 def test_limits(lists: Path) -> None:
     texts = ["darn", "darn darn", "darn darn darn", "darn and a long text after it"]
-    assert dropped(Toxic(str(lists), max_matches=2), texts) == [-1, -1, 0, -1]
+    assert drop_codes(Toxic(str(lists), max_matches=2), texts) == [-1, -1, 0, -1]
 
 
 def test_lexicon_without_any_setting() -> None:
     texts = ["You are a fucking moron.", "The blue tit and the cock.", "word " * 600 + "fuck", "Du Arschficker", ""]
     result = Toxic().apply(to_batch(texts, ["en", "en", "en", "de", "en"]))
     assert [result.batch["toxic_score"][i].as_py() for i in (0, 4)] == [100.0, 0.0]
-    assert dropped(Toxic(), texts) == [2, -1, -1, -1, -1] and dropped(Toxic(max_score=0.5), texts[2:3]) == [2]
-    assert dropped(Toxic(max_score=0, min_weight=1), texts[1:2]) == [2]
-    assert Toxic(allow=("fucking",)).apply(to_batch(texts[:1])).drop.tolist() == [-1]
+    assert drop_codes(Toxic(), texts) == [2, -1, -1, -1, -1] and drop_codes(Toxic(max_score=0.5), texts[2:3]) == [2]
+    assert drop_codes(Toxic(max_score=0, min_weight=1), texts[1:2]) == [2]
+    assert drop_codes(Toxic(allow=("fucking",)), texts[:1]) == [-1]
     assert Toxic().apply(to_batch(["Text"], ["la"])).counts == {"no_list": 1}
-    assert dropped(Toxic(), ["这个 傻屄 他妈的 操你妈"], ["cmn_Hani"]) == [2]
+    assert drop_codes(Toxic(), ["这个 傻屄 他妈的 操你妈"], ["cmn_Hani"]) == [2]
 
 
 def test_precision_and_recall_of_the_lexicon() -> None:
@@ -78,7 +72,7 @@ def test_precision_and_recall_of_the_lexicon() -> None:
     lines = (Path(__file__).parent / "toxic_texts.tsv").read_text("utf-8").splitlines()
     labels, languages, texts = zip(*(line.split("\t") for line in lines))
     for column in (None, list(languages)):
-        drops = dropped(Toxic(), texts, column)
+        drops = drop_codes(Toxic(), texts, column)
         limits = {language: (0.95, 0.7) if language == "en" else (1, 0.8) for language in languages}
         for language, (min_precision, min_recall) in limits.items():
             verdicts = [(a == "1", d >= 0) for a, x, d in zip(labels, languages, drops) if x == language]
@@ -86,7 +80,7 @@ def test_precision_and_recall_of_the_lexicon() -> None:
             assert hits >= min_precision * sum(drop for _, drop in verdicts)
             assert hits >= min_recall * sum(toxic for toxic, _ in verdicts)
     english = [text for text, language in zip(texts, languages) if language == "en"]
-    drops = dropped(Toxic("ldnoobw"), english)
+    drops = drop_codes(Toxic("ldnoobw"), english)
     hits = sum(a == "1" and d >= 0 for a, d in zip(labels, drops))
     assert hits / sum(d >= 0 for d in drops) < 0.5  # what weights are for
 

@@ -3,9 +3,9 @@ import unicodedata
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK, Record
+from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.clean.unicode import MAX_MARKS, Unicode
-from support.batches import stage_texts, to_batches
+from support.batches import stage_texts, to_batch
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,7 @@ def test_what_a_text_means_stays(text: str) -> None:
 
 
 def test_counts_by_kind() -> None:
-    (batch,) = to_batches([Record(0, text="schÃ¶n \r\n\n\n\n\u200ba\x00e\u0301"), Record(1, text="fine")])
-    verdict = Unicode().apply(batch)
+    verdict = Unicode().apply(to_batch(["schÃ¶n \r\n\n\n\n\u200ba\x00e\u0301", "fine"]))
     assert verdict.counts == {
         "mojibake": 1,
         "normalised": 1,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from forebay.formats.records import Record
 from forebay.prepare.clean.pii import Pii
-from support.batches import stage_texts, to_batches
+from support.batches import drop_codes, stage_texts, to_batch
 
 NUMBERS = {  # as authorities publish them, or computed by their rules; with `~`, a digit that does not check
     "us_ssn": ("457-55-5462", "SSN 457 55 5462", "Social Security number: 123456789", "~666-55-5462", "~SSN 000554567"),
@@ -78,9 +77,8 @@ def test_what_is_part_of_something_longer_stays() -> None:
 
 def test_documents_with_much_personal_data_are_dropped() -> None:
     texts = ["a@b.com and c@d.com", "a@b.com " + "word " * 999, "word " * 50, ""]
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
-    assert Pii().apply(batch).drop.tolist() == [-1] * 4
-    result = Pii(max_count=1).apply(batch)
+    assert drop_codes(Pii(), texts) == [-1] * 4
+    result = Pii(max_count=1).apply(to_batch(texts))
     assert result.drop.tolist() == [0, -1, -1, -1] and result.counts == {"email": 1}
-    assert Pii(max_per_1000_words=1).apply(batch).drop.tolist() == [1, -1, -1, -1]
-    assert Pii(max_per_1000_words=0).apply(batch).drop.tolist() == [1, 1, -1, -1]
+    assert drop_codes(Pii(max_per_1000_words=1), texts) == [1, -1, -1, -1]
+    assert drop_codes(Pii(max_per_1000_words=0), texts) == [1, 1, -1, -1]

@@ -3,15 +3,12 @@
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.filters.code import Code
-from support.batches import to_batches
+from support.batches import drop_reasons
 
 
 def reason(text: str, name: str = "a.py", **fields: object) -> str:
-    (batch,) = to_batches([Record(0, id=name, text=text)])
-    (index,) = Code(**fields).apply(batch).drop
-    return Code.reasons[index] if index >= 0 else ""
+    return drop_reasons(Code(**fields), [text], id=[name])[0]
 
 
 LINE = "value = compute(first, second)\n"
@@ -51,8 +48,7 @@ def test_extension_decides() -> None:
     many = "key: value\n" * 513
     assert reason(long, "a.js") == "code_mean_line" and reason(long, "https://x.org/a.HTML") == ""
     assert reason(many, "dir.d/a.yaml") == "code_lines" == reason(many, "a.json") and reason(many, "yaml") == ""
-    (batch,) = to_batches([Record(0, url="https://x.org/page.html?x=1", text=long)])
-    assert Code().apply(batch).drop.tolist() == [-1]
+    assert drop_reasons(Code(), [long], url=["https://x.org/page.html?x=1"]) == [""]
     assert reason(long, "a.js", max_mean_line_chars=5000, max_line_chars=5000) == ""
     assert reason("# auto-generated\n", generated=False) == ""
     with pytest.raises(UsageError, match="language: expected settings of code in 'html', got 'max_line'"):

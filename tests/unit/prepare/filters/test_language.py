@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.filters.language import Language
-from support.batches import to_batches
+from support.batches import to_batch
 
 SAMPLES = {
     "en": "All human beings are born free and equal in dignity and rights.",
@@ -19,8 +18,7 @@ SAMPLES = {
 
 
 def labelled(stage: Language, texts: list[str]) -> tuple[list[str], list[float], list[str]]:
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
-    verdict = stage.apply(batch)
+    verdict = stage.apply(to_batch(texts))
     reasons = [stage.reasons[i] if i >= 0 else "" for i in verdict.drop]
     return verdict.batch["language"].to_pylist(), verdict.batch["language_score"].to_pylist(), reasons
 

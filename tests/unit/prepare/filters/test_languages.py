@@ -3,12 +3,11 @@
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.config import load_recipe
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.quality import GopherQuality, GopherRepetition
 from forebay.prepare.filters.words import split_words
-from support.batches import drop_reasons, to_batches
+from support.batches import drop_reasons, stage_texts
 
 
 @pytest.mark.parametrize(
@@ -25,9 +24,8 @@ def test_unspaced_words(cut: str) -> None:
 
 
 def test_c4_keeps_lines_that_end_as_their_script_has_it() -> None:
-    stage = C4(min_sentences=0)
-    (batch,) = to_batches([Record(0, text="这是一个很好的句子。\n没有句号的一行\nयह एक वाक्य है।\n他说：“我来了。”")])
-    assert stage.apply(batch).batch["text"][0].as_py() == "这是一个很好的句子。\nयह एक वाक्य है।\n他说：“我来了。”"
+    text = "这是一个很好的句子。\n没有句号的一行\nयह एक वाक्य है।\n他说：“我来了。”"
+    assert stage_texts(C4(min_sentences=0), [text]) == ["这是一个很好的句子。\nयह एक वाक्य है।\n他说：“我来了。”"]
 
 
 def test_stop_words_follow_the_column() -> None:

@@ -1,20 +1,15 @@
 """Each rule that takes lines out, on lines on both sides of its threshold; counts; documents that lose too much."""
 
-import pyarrow as pa
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats.records import Record
 from forebay.prepare.documents import StageResult
 from forebay.prepare.filters.lines import LineRules
-from support.batches import to_batches
+from support.batches import to_batch
 
 
 def apply(stage: LineRules, *texts: str, languages: tuple[str | None, ...] = ()) -> StageResult:
-    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
-    if languages:
-        batch = batch.append_column("language", pa.array(languages, pa.string()))
-    return stage.apply(batch)
+    return stage.apply(to_batch(texts, languages or None))
 
 
 def rule(line: str, code: str | None = None, **fields: object) -> str:

@@ -2,19 +2,15 @@
 
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import SCHEMA
 from forebay.prepare.filters.url import Url
+from support.batches import drop_reasons
 
 
 def reasons(stage: Url, urls: list[str]) -> list[str]:
-    count = len(urls)
-    columns = [list(range(count)), [""] * count, urls, [False] * count, ["text"] * count]
-    batch = pa.record_batch([pa.array(c, f.type) for c, f in zip(columns, SCHEMA)], schema=SCHEMA)
-    return ["" if i < 0 else stage.reasons[i] for i in stage.apply(batch).drop]
+    return drop_reasons(stage, urls, url=urls)
 
 
 def test_hosts_and_words(tmp_path: Path) -> None:

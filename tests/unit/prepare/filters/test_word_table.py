@@ -5,23 +5,21 @@ import mmap
 import numpy as np
 import pyarrow as pa
 
-from forebay.formats.records import Record
 from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 from forebay.prepare.filters.quality import measure
 from forebay.prepare.filters.words import word_table
-from support.batches import to_batches
+from support.batches import to_batch
 
 TOP, SAME = (1, 2, 3, 4), (2, 5, 6, 10)
 
 
 def test_ngrams_are_counted_in_each_document() -> None:
     text = "ab cde ab cde ab cde f ghij ab cde f ghij ab cde f ghij" + " ab" * 23
-    (batch,) = to_batches([Record(0, text=text), Record(1, text="ab"), Record(2, text=text)])
     first = len(REPETITION)
     sizes = [(1, first, True), (2, first + 1, True), (2, first + 2, False), (3, first + 3, True)]
     sizes += [(4, first + 4, True), (5, first + 5, False), (6, first + 6, False), (10, first + 7, False)]
     names = [*REPETITION, *map(str, range(len(sizes)))]
-    result = measure(measure_repetition, batch, names, np.array(sizes, np.int64))
+    result = measure(measure_repetition, to_batch([text, "ab", text]), names, np.array(sizes, np.int64))
     expected = [56, 110, 74, 168, 220, 52, 51, 40]
     counts = np.array([result[name] for name in names[first:]])
     assert counts.T.tolist() == [expected, [2, 0, 0, 0, 0, 0, 0, 0], expected]

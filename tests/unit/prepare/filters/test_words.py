@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.formats.records import Record
 from forebay.prepare.filters import words as module
 from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.quality import GopherQuality
 from forebay.prepare.filters.word_tables import SPACE, character_table, hash_word
 from forebay.prepare.filters.words import hash_points, split_words
-from support.batches import to_batches
+from support.batches import drop_reasons
 
 
 @pytest.mark.parametrize(
@@ -73,8 +72,7 @@ def test_table_knows_pythons_white_space() -> None:
 def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     clip = module.clip
     monkeypatch.setattr(module, "clip", lambda offsets, data: clip(offsets, data, 1001))
-    (batch,) = to_batches([Record(0, text="é" * 600 + " the and" * 60)])
-    assert GopherQuality().reasons[GopherQuality().apply(batch).drop[0]] == "gopher_short"
+    assert drop_reasons(GopherQuality(), ["é" * 600 + " the and" * 60]) == ["gopher_short"]
 
 
 def test_spaced_lines() -> None:
