@@ -1,8 +1,5 @@
 from pathlib import Path
 
-import pytest
-
-from forebay.errors import UsageError
 from forebay.formats.records import RESPONSE_MARK
 from forebay.prepare.clean.boilerplate import Boilerplate
 from support.batches import stage_texts, to_batch
@@ -50,17 +47,3 @@ def test_patterns_of_the_user(tmp_path: Path) -> None:
     text = "it is ANYWHERE HERE too\nstarts so\nit starts so\nwhole line\na whole line\nÜber uns\nHome\nanywhere hereby"
     assert stage_texts(stage, [text]) == ["it starts so\na whole line\nHome\nanywhere hereby"]
     assert stage.files() == (str(path),)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"patterns": "/nowhere"}, "patterns: expected a file"),
-        ({"menu_lines": -1}, "menu_lines: expected at least 0, got -1"),
-        ({"max_line_bytes": 0}, "max_line_bytes: expected at least 1, got 0"),
-        ({"english": "yes"}, "english: expected true or false"),
-    ],
-)
-def test_refuses(options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Boilerplate(**options)

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from forebay.errors import UsageError
 from forebay.prepare.clean.pii import Pii
 from support.batches import stage_texts, to_batch
 
@@ -81,17 +80,3 @@ def test_options_and_counts() -> None:
     assert stage_texts(Pii(public_only=False), [text]) == ["<email> <email> <ipv4> <ipv4>"]
     verdict = Pii().apply(to_batch([text, ""]))
     assert verdict.counts == {"email": 2, "ipv4": 1} and verdict.drop.tolist() == [-1, -1]
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"kinds": ("mail",)}, "kinds: expected 'email', .*'key', .*, got 'mail'"),
-        ({"kinds": "email"}, "kinds: expected"),
-        ({"style": "x"}, "style: expected 'mask' or 'fineweb', got 'x'"),
-        ({"public_only": 1}, "public_only: expected true or false, got 1"),
-    ],
-)
-def test_refuses(options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Pii(**options)

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from forebay.errors import UsageError
 from forebay.prepare.clean.toxic import Toxic
 from support.batches import drop_codes, stage_texts, to_batch
 
@@ -83,19 +82,3 @@ def test_precision_and_recall_of_the_lexicon() -> None:
     drops = drop_codes(Toxic("ldnoobw"), english)
     hits = sum(a == "1" and d >= 0 for a, d in zip(labels, drops))
     assert hits / sum(d >= 0 for d in drops) < 0.5  # what weights are for
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"min_weight": -1}, "min_weight: expected at least 0, got -1"),
-        ({"lists": "/nowhere"}, "lists: .*does not exist"),
-        ({"model": "/nowhere"}, "model: expected a fastText model"),
-        ({"lists": "/", "threshold": 2}, "threshold: expected at most 1, got 2"),
-        ({"lists": "/", "max_matches": -2}, "max_matches: expected at least -1, got -2"),
-        ({"lists": "/", "allow": "x"}, "allow: expected a list"),
-    ],
-)
-def test_refuses(options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Toxic(**options)

@@ -2,7 +2,6 @@ import unicodedata
 
 import pytest
 
-from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.clean.unicode import MAX_MARKS, Unicode
 from support.batches import stage_texts, to_batch
@@ -68,19 +67,6 @@ def test_options() -> None:
     off = Unicode(mojibake=False, form="none", max_blank_lines=-1)
     assert stage_texts(off, [text]) == ["ﬁne\n\n\n\nschÃ¶n\u202e e\u0301"]
     assert stage_texts(Unicode(form="NFKC", max_blank_lines=0), [text]) == ["fine\nschön\u202e é"]
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"form": "NFD"}, "form: expected 'NFC', 'NFKC' or 'none', got 'NFD'"),
-        ({"max_blank_lines": -2}, "max_blank_lines: expected at least -1, got -2"),
-        ({"mojibake": 1}, "mojibake: expected true or false, got 1"),
-    ],
-)
-def test_refuses(options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Unicode(**options)
 
 
 def test_long_runs_of_marks_are_cut() -> None:

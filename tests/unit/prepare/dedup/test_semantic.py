@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError
 from forebay.prepare.dedup.deduplicate import deduplicate
 from forebay.prepare.dedup.methods import Dedup
 from forebay.storage.store import open_store
@@ -100,5 +100,3 @@ def test_other_embeddings_are_refused(bench: Bench) -> None:
         bench.sign(["a"], config)
     with pytest.raises(PrepareError, match=r"dedup\.dimension: expected embeddings of 3 numbers, got one of 2"):
         bench.sign(["a"], config, embedding=pa.array([[1.0, 2.0]]))
-    with pytest.raises(UsageError, match="dimension: expected how many numbers an embedding has"):
-        Dedup(semantic=True)

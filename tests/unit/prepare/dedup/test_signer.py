@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError
 from forebay.prepare.dedup.deduplicate import Signer
 from forebay.prepare.dedup.kernels import hash128
 from forebay.prepare.dedup.methods import Dedup
@@ -42,30 +42,6 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         fail()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        ({"bands": 0}, "bands: expected at least 1, got 0"),
-        ({"rows": -1}, "rows: expected at least 1, got -1"),
-        ({"bands": 1000, "rows": 100}, "bands: expected at most 4096 hashes"),
-        ({"ngram": 0}, "ngram: expected at least 1, got 0"),
-        ({"min_characters": 0}, "min_characters: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected at least 0, got -1"),
-        ({"keep": "last"}, "keep: expected 'first', 'longest' or 'best', got 'last'"),
-        ({"keep": "best"}, "score: expected a column with keep = 'best'"),
-        ({"score": "edu"}, "score: expected a column with keep = 'best'"),
-        ({"exact": True, "max_cut_share": 0.5}, "max_cut_share: expected lines, sentences, substring or overlap"),
-        ({"min_words": 3}, "min_words: expected at least 4, got 3"),
-        ({"span": 1}, "span: expected at least 2, got 1"),
-        ({"normalise": "x"}, "normalise: expected '', 'none', 'space' or 'words', got 'x'"),
-    ],
-)
-def test_settings_that_cannot_be(wrong: dict, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Dedup(**wrong)
-    assert str(caught.value).startswith(message)
 
 
 def test_truncated_signatures_are_noticed(bench: Bench) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from forebay.errors import UsageError
 from forebay.prepare.documents import StageResult
 from forebay.prepare.filters.lines import LineRules
 from support.batches import to_batch
@@ -118,16 +117,3 @@ def test_counts_and_dropped_documents() -> None:
 def test_a_line_above_the_limit_stays() -> None:
     assert not apply(LineRules(), "! " * (1 << 19) + "!").counts
     assert apply(LineRules(), "! " * (1 << 18) + "\nThis is it.").counts == {"lines_symbols": 1}
-
-
-@pytest.mark.parametrize(
-    "fields, key",
-    [
-        ({"max_symbols": 2}, "max_symbols"),
-        ({"prompt_words": 0}, "prompt_words"),
-        ({"stop_words": "some"}, "stop_words"),
-    ],
-)
-def test_fields_are_checked(fields: dict, key: str) -> None:
-    with pytest.raises(UsageError, match=f"^{key}: "):
-        LineRules(**fields)

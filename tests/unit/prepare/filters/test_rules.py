@@ -4,16 +4,12 @@ import math
 
 import pytest
 
-from forebay.errors import UsageError
 from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
-from forebay.prepare.filters.language import Language
-from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
 from support.batches import drop_reasons, stage_texts, to_batch
 
 INF = math.inf
-FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}
 
 
 def reason(stage: Stage, text: str) -> str:
@@ -203,30 +199,3 @@ def test_c4_rules_can_be_off() -> None:
 )
 def test_length(fields: dict[str, float], text: str, expected: str) -> None:
     assert reason(Length(**fields), text) == expected
-
-
-@pytest.mark.parametrize(
-    "name, fields, key",
-    [
-        ("length", {"min_chars": -1}, "min_chars"),
-        ("length", {"min_words": 5, "max_words": 4}, "min_words"),
-        ("length", {"max_words": "5"}, "max_words"),
-        ("gopher_quality", {"min_alpha_words": 1.5}, "min_alpha_words"),
-        ("gopher_quality", {"min_words": True}, "min_words"),
-        ("gopher_quality", {"stop_words": "the"}, "stop_words"),
-        ("gopher_quality", {"stop_words": ["the"]}, "min_stop_words"),
-        ("gopher_repetition", {"top_ngrams": [[0, 0.1]]}, "top_ngrams"),
-        ("gopher_repetition", {"top_ngrams": [[2, 0.1], [2, 0.2]]}, "top_ngrams"),
-        ("gopher_repetition", {"duplicate_ngrams": 5}, "duplicate_ngrams"),
-        ("gopher_repetition", {"max_duplicate_lines": math.nan}, "max_duplicate_lines"),
-        ("c4", {"min_sentences": 2.5}, "min_sentences"),
-        ("fineweb", {"short_line_chars": "no"}, "short_line_chars"),
-        ("language", {"keep": [1]}, "keep"),
-        ("language", {"min_score": 2}, "min_score"),
-        ("perplexity", {}, "model"),
-        ("perplexity", {"model": "x", "keep_percentile": [60, 0]}, "keep_percentile"),
-    ],
-)
-def test_fields_are_checked(name: str, fields: dict, key: str) -> None:
-    with pytest.raises(UsageError, match=f"^{key}: expected "):
-        FILTERS[name](**fields)

@@ -19,7 +19,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare import load_recipe
 from forebay.prepare.config import apply_settings
 from forebay.prepare.scores.base import Score
-from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subset
+from forebay.prepare.scores.columns import Combine
 from forebay.prepare.scores.transformers import Onnx, Transformers
 from forebay.prepare.tasks.percentile import column_percentiles
 from forebay.storage.store import open_store
@@ -277,28 +277,6 @@ def test_tables_of_selection_add_up() -> None:
     assert isinstance(first, Score) and first.scorer == Combine(("x",), how="min")
     removed = apply_settings(recipe, [{"score": {"quality": False}, "select": False}], (), ())
     assert removed.stages == ()
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Select(), "column: expected the name"),
-        (lambda: Select("x"), "expected bounds"),
-        (lambda: Select("x", min=1, one_of=("a",)), "one kind of them, got 2"),
-        (lambda: Select("x", min=2, max=1), "min: expected at most max"),
-        (lambda: Select("x", after="yesterday"), "after: expected a date"),
-        (lambda: Select("x", keep_percentile=(90, 10)), "keep_percentile: expected"),
-        (lambda: Bucket("x"), "thresholds: expected one of"),
-        (lambda: Bucket("x", thresholds=(2, 1)), "thresholds: expected rising"),
-        (lambda: Combine(), "columns_of: expected at least one"),
-        (lambda: Combine(("a", "b"), weights=(1,), how="mean"), "weights: expected none"),
-        (lambda: Subset("a", min=1, subset="../x"), "subset: "),
-        (lambda: Repeat(), "column: expected the name"),
-    ],
-)
-def test_settings_that_are_wrong(make: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        make()
 
 
 @pytest.mark.parametrize("scorer", [Onnx, Transformers])
