@@ -14,6 +14,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.formats.shard_writer import write_shards
 from forebay.prepare.tokenize.tokenizers import byte_tokenizer
 from support import nodes, whole
+from support.archives import tar_bytes
 from support.hub_server import TOKEN, HubServer, make_hub
 from support.origin_server import OriginServer
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -168,25 +169,18 @@ def write_rows(directory: Path) -> None:
 def write_archives(directory: Path) -> None:
     """Inputs of the pages on other loaders: shards/ and pictures/, WebDataset archives of texts and of images."""
     import io
-    import tarfile
 
     from PIL import Image
-
-    def write(archive, name, data):
-        member = tarfile.TarInfo(name)
-        member.size = len(data)
-        archive.addfile(member, io.BytesIO(data))
 
     created, chance = whole.texts(60), np.random.default_rng(3)
     for folder in ("shards", "pictures"):
         (directory / folder).mkdir()
     for i in range(2):
-        with tarfile.open(directory / "shards" / f"{i:06d}.tar", "w") as archive:
-            for j, text in enumerate(created[30 * i : 30 * i + 30]):
-                write(archive, f"{i}{j:03d}.txt", text.encode())
-        with tarfile.open(directory / "pictures" / f"{i:06d}.tar", "w") as archive:
-            for j in range(8):
-                picture = io.BytesIO()
-                Image.fromarray(chance.integers(0, 256, (32, 32, 3), np.uint8)).save(picture, "JPEG")
-                write(archive, f"{i}{j:03d}.jpg", picture.getvalue())
-                write(archive, f"{i}{j:03d}.cls", b"%d" % (j % 3))
+        texts = {f"{i}{j:03d}.txt": text.encode() for j, text in enumerate(created[30 * i : 30 * i + 30])}
+        (directory / "shards" / f"{i:06d}.tar").write_bytes(tar_bytes(texts))
+        members = {}
+        for j in range(8):
+            picture = io.BytesIO()
+            Image.fromarray(chance.integers(0, 256, (32, 32, 3), np.uint8)).save(picture, "JPEG")
+            members |= {f"{i}{j:03d}.jpg": picture.getvalue(), f"{i}{j:03d}.cls": b"%d" % (j % 3)}
+        (directory / "pictures" / f"{i:06d}.tar").write_bytes(tar_bytes(members))

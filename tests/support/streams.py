@@ -5,7 +5,7 @@ import io
 import json
 import struct
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from forebay.stream import StreamOptions, TextStream
+from support.archives import tar_bytes
 
 Rows = list[dict[str, str]]
 ROWS = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(120)]
@@ -43,18 +44,14 @@ def arrow(rows: Rows) -> bytes:
 
 
 def tar(rows: Rows) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for row in rows:
-            name = f"{int(row['id']):06d}" + "long" * 30 * (int(row["id"]) % 3 == 0)
-            for suffix, data in (("txt", row["text"].encode()), ("jpg", b"\xff" * 700)):
-                member = tarfile.TarInfo(f"{name}.{suffix}")
-                member.size = len(data)
-                archive.addfile(member, io.BytesIO(data))
-    return out.getvalue()
+    members = {}
+    for row in rows:
+        name = f"{int(row['id']):06d}" + "long" * 30 * (int(row["id"]) % 3 == 0)
+        members |= {f"{name}.txt": row["text"].encode(), f"{name}.jpg": b"\xff" * 700}
+    return tar_bytes(members, tarfile.GNU_FORMAT)
 
 
-def tfrecord(rows: Rows) -> bytes:
+def tfrecord(rows: Iterable[Mapping[str, str | None]], keys: tuple[str, ...] = ("text",)) -> bytes:
     def masked(data):
         value = google_crc32c.value(data)
         return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
@@ -67,8 +64,9 @@ def tfrecord(rows: Rows) -> bytes:
 
     records = []
     for row in rows:
-        feature = field(1, field(1, row["text"].encode()))
-        example = field(1, field(1, field(1, b"text") + field(2, feature)))
+        values = {key: row[key].encode() for key in keys if row[key] is not None}
+        features = (field(1, field(1, k.encode()) + field(2, field(1, field(1, v)))) for k, v in values.items())
+        example = field(1, b"".join(features))
         head = struct.pack("<Q", len(example))
         records.append(head + masked(head) + example + masked(example))
     return b"".join(records)

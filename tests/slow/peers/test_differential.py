@@ -12,11 +12,12 @@ import io
 import json
 import lzma
 import random
-import struct
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import mwparserfromhell
 import pyarrow as pa
@@ -31,8 +32,9 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from forebay.formats.inputs import ReadOptions
-from forebay.formats.tfrecord import masked
 from forebay.prepare.inputs import find_inputs, read_split, split_files
+from support.archives import tar_bytes
+from support.streams import tfrecord as tfrecord_bytes
 
 CORPORA = 300
 Texts = list[str | None]
@@ -95,19 +97,18 @@ def csv_file(folder: Path, chance: random.Random) -> Texts:
 
 
 def table(chance: random.Random) -> pa.Table:
-    texts = make_texts(chance)
+    texts = pa.array(make_texts(chance), pa.string())
     kind = chance.choice([pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
-    column = (
-        pa.array(texts, pa.string()).cast(kind)
-        if not pa.types.is_dictionary(kind)
-        else pa.array(texts, pa.string()).dictionary_encode()
-    )
-    columns = {
-        "id": pa.array(range(len(texts))),
-        "text": column,
-        "tags": pa.array([["a"]] * len(texts), pa.list_(pa.string())),
-    }
-    return pa.table(columns)
+    column = texts.dictionary_encode() if pa.types.is_dictionary(kind) else texts.cast(kind)
+    tags = pa.array([["a"]] * len(texts), pa.list_(pa.string()))
+    return pa.table({"id": range(len(texts)), "text": column, "tags": tags})
+
+
+def write_parts(writer: Any, rows: pa.Table) -> None:
+    """Write the rows in groups, of which some are empty."""
+    for start in range(0, len(rows) + 1, 5):
+        writer.write_table(rows.slice(start, 5))
+        writer.write_table(rows.slice(0, 0))
 
 
 def parquet(folder: Path, chance: random.Random) -> Texts:
@@ -116,11 +117,8 @@ def parquet(folder: Path, chance: random.Random) -> Texts:
     with pq.ParquetWriter(
         folder / "a.parquet", rows.schema, compression=codec, data_page_version=chance.choice(["1.0", "2.0"])
     ) as writer:
-        for start in range(0, len(rows) + 1, 5):
-            writer.write_table(rows.slice(start, 5))
-            writer.write_table(rows.slice(0, 0))
-    texts = pq.read_table(folder / "a.parquet")["text"].to_pylist()
-    return texts
+        write_parts(writer, rows)
+    return pq.read_table(folder / "a.parquet")["text"].to_pylist()
 
 
 def arrow(folder: Path, chance: random.Random) -> Texts:
@@ -130,11 +128,8 @@ def arrow(folder: Path, chance: random.Random) -> Texts:
         [(pa.ipc.new_file, ".arrow"), (pa.ipc.new_stream, ".arrows"), (pa.ipc.new_file, ".feather")]
     )
     with create(str(folder / f"a{suffix}"), rows.schema, options=options) as writer:
-        for start in range(0, len(rows) + 1, 5):
-            writer.write_table(rows.slice(start, 5))
-            writer.write_table(rows.slice(0, 0))
-    texts = rows["text"].to_pylist()
-    return texts
+        write_parts(writer, rows)
+    return rows["text"].to_pylist()
 
 
 def saved(folder: Path, chance: random.Random) -> Texts:
@@ -142,50 +137,23 @@ def saved(folder: Path, chance: random.Random) -> Texts:
     Dataset.from_dict({"text": texts, "n": list(range(len(texts)))}).save_to_disk(
         str(folder / "a"), num_shards=min(3, len(texts))
     )
-    read = load_from_disk(str(folder / "a"))["text"][:]
-    return read
-
-
-def varint(number: int) -> bytes:
-    return bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
-
-
-def field(number: int, data: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(data)) + data
+    return load_from_disk(str(folder / "a"))["text"][:]
 
 
 def tfrecord(folder: Path, chance: random.Random) -> Texts:
-    import google_crc32c
-
-    texts, out = make_texts(chance), b""
-    for i, text in enumerate(texts):
-        entries = {"id": str(i).encode()} | ({"text": text.encode()} if text is not None else {})
-        features = b"".join(
-            field(1, field(1, key.encode()) + field(2, field(1, field(1, value)))) for key, value in entries.items()
-        )
-        record, length = field(1, features), struct.pack("<Q", len(field(1, features)))
-        out += (
-            length
-            + struct.pack("<I", masked(google_crc32c.value(length)))
-            + record
-            + struct.pack("<I", masked(google_crc32c.value(record)))
-        )
-    (folder / "a.tfrecord").write_bytes(out)
+    texts = make_texts(chance)
+    rows = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
+    (folder / "a.tfrecord").write_bytes(tfrecord_bytes(rows, ("id", "text")))
     return texts
 
 
 def webdataset(folder: Path, chance: random.Random) -> Texts:
-    texts = make_texts(chance)
-    with tarfile.open(
-        folder / f"a.tar{(ending := chance.choice(['', '.gz', '.xz']))}",
-        f"w:{ending[1:]}",
-        format=chance.choice([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
-    ) as tar:
-        for i, text in enumerate(texts):
-            for suffix, data in (("json", json.dumps({"n": i}).encode()), ("txt", (text or "").encode())):
-                member = tarfile.TarInfo(f"{'long/' * chance.choice([0, 30])}{i:05d}.{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+    texts, members, ending = make_texts(chance), {}, chance.choice(["", ".gz", ".xz"])
+    kind = chance.choice([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+    for i, text in enumerate(texts):
+        for suffix, data in (("json", json.dumps({"n": i}).encode()), ("txt", (text or "").encode())):
+            members[f"{'long/' * chance.choice([0, 30])}{i:05d}.{suffix}"] = data
+    (folder / f"a.tar{ending}").write_bytes(PACK[ending](tar_bytes(members, kind)))
     return texts
 
 
@@ -203,7 +171,7 @@ def warc(folder: Path, chance: random.Random) -> Texts:
         "": bytes,
         "gzip": gzip.compress,
         "br": brotli.compress,
-        "deflate": __import__("zlib").compress,
+        "deflate": zlib.compress,
         "zstd": zstandard.compress,
     }
     texts, out = make_texts(chance), io.BytesIO()

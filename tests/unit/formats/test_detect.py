@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import lzma
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from forebay.formats.report import CheckOptions
 from forebay.formats.sources import open_source
 from forebay.prepare.inputs import find_inputs, text_formats
 from forebay.stream.records import find_records
+from support.archives import tar_bytes
 
 ROW = {"text": "hello world, some text"}
 LINE = (json.dumps(ROW) + "\n").encode()
@@ -36,16 +36,6 @@ def buffered(write: Callable[[io.BytesIO], object]) -> bytes:
     file = io.BytesIO()
     write(file)
     return file.getvalue()
-
-
-def tar() -> bytes:
-    def write(file):
-        with tarfile.open(fileobj=file, mode="w") as archive:
-            member = tarfile.TarInfo("0.txt")
-            member.size = 5
-            archive.addfile(member, io.BytesIO(b"hello"))
-
-    return buffered(write)
 
 
 def torch_file() -> bytes:
@@ -82,7 +72,7 @@ CASES = {
     "image.bin": (b"P5\n# made by hand\n2 2 255\n\1\2\3\4", "images"),
     "picture": (b"BM" + (70).to_bytes(4, "little") + bytes(64), "images"),
     "cut.parquet": (PARQUET[:-20], "parquet"),
-    "samples.tar": (tar(), "webdataset"),
+    "samples.tar": (tar_bytes({"0.txt": b"hello"}), "webdataset"),
     "safetensors.bin": (safetensors(), "safetensors"),
     "blank.safetensors": (safetensors("  "), "safetensors"),
     "arrays": (buffered(lambda file: np.savez(file, a=np.ones(3))), "npz"),

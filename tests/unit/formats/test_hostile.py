@@ -1,9 +1,7 @@
 """Small files that claim to be large: an error that names the file, in bounded memory."""
 
-import io
 import json
 import struct
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.sources import open_source
 from forebay.storage.compression import bounded_unpack, check_unpacked
+from support.archives import tar_bytes
 from support.peak_memory import peak_growth_mib
 
 SIZE = 256 << 20  # Of what a file says that it holds.
@@ -53,14 +52,6 @@ def npz(path: Path) -> None:
         archive.writestr("x.npy", npy((SIZE,), "|u1")[:-64] + bytes(SIZE))
 
 
-def tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-
-
 def refused(command: list[str]) -> None:
     assert main(command) == 1, command
 
@@ -76,7 +67,7 @@ def test_small_files_do_not_take_their_claimed_memory(
         "mds_samples": lambda path: mds(path, zstandard.compress(bytes(100 << 20)), "zstd", 25 << 20, 100 << 20),
         "bomb.npz": npz,
         "rows.npy": lambda path: path.write_bytes(npy((10, 10**12), "<f8")),
-        "array.tar": lambda path: tar(path, [("a.npy", npy((10**11,), "<f8"))]),
+        "array.tar": lambda path: path.write_bytes(tar_bytes({"a.npy": npy((10**11,), "<f8")})),
     }
     for name, make in makes.items():
         make(path := tmp_path / name)

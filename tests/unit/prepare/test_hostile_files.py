@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +10,7 @@ import pytest
 
 from forebay.formats import arrow_ipc as ipc
 from forebay.formats import inputs as compression
+from support.archives import tar_bytes
 from support.preparing import good_texts, problems, write_jsonl
 from support.preparing import read_records as records
 
@@ -103,9 +103,7 @@ def test_encodings_in_encodings_are_refused(tmp_path: Path) -> None:
 
 def test_a_sample_of_a_tar_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as archive:
-        for name in [*(f"a.{i}.bin" for i in range(1001)), "b.txt"]:
-            archive.addfile(tarfile.TarInfo(name))
+    path.write_bytes(tar_bytes(dict.fromkeys([*(f"a.{i}.bin" for i in range(1001)), "b.txt"], b"")))
     assert problems(path) == ["a sample of more than 1000 members, or twice max_document_bytes"]
 
 

@@ -3,11 +3,9 @@
 import bz2
 import gzip
 import hashlib
-import io
 import json
 import lzma
 import struct
-import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from forebay.formats.conversion import ConvertOptions
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.inputs import find_inputs, split_files
+from support.archives import tar_bytes
 from support.foreign_datasets import made_table
 from support.preparing import good_texts, problems, write_jsonl
 from support.preparing import read_records as records
@@ -34,16 +33,6 @@ DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), 
 
 def jsonl(documents: list[tuple[str, str]]) -> bytes:
     return b"".join(json.dumps({"id": name, "text": text}).encode() + b"\n" for name, text in documents)
-
-
-def tar(members: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return file.getvalue()
 
 
 LINES = jsonl(DOCUMENTS)
@@ -75,9 +64,9 @@ WRITERS = {
     "stream.arrow": arrow,
     "d.arrow.gz": lambda p: (arrow(p), p.write_bytes(gzip.compress(p.read_bytes()))),
     "d.tgz": lambda p: p.write_bytes(
-        gzip.compress(tar({f"{row['id']}.json": json.dumps(row).encode() for row in ROWS}))
+        gzip.compress(tar_bytes({f"{row['id']}.json": json.dumps(row).encode() for row in ROWS}))
     ),
-    "x.tar": lambda p: p.write_bytes(tar({"a.jpg": b"\xff", "a.jsonl.gz": gzip.compress(LINES), "a.cls": b"1"})),
+    "x.tar": lambda p: p.write_bytes(tar_bytes({"a.jpg": b"\xff", "a.jsonl.gz": gzip.compress(LINES), "a.cls": b"1"})),
 }
 
 
@@ -262,7 +251,7 @@ def test_tar_samples(tmp_path: Path) -> None:
         "a.json": b'{"id": 5, "url": "u"}',
         "b.cls": b"1",
         "c.html": b"<p>C",
-        "d.tar": tar({"x.txt": b"hidden"}),
+        "d.tar": tar_bytes({"x.txt": b"hidden"}),
         "e.txt.gz": gzip.compress(b"E"),
         "f.txt": b"\xff",
         "g.txt.gz": gzip.compress(b"G" * 5000),
@@ -271,7 +260,7 @@ def test_tar_samples(tmp_path: Path) -> None:
         "i.txt": b"i" * 5000,
         "j.txt": b"J",
     }
-    path.write_bytes(tar(members))
+    path.write_bytes(tar_bytes(members))
     got = records(path, max_document_bytes=1000)
     assert [(r.id, r.text, r.html) for r in got if not r.problem] == [
         ("5", "A", False),

@@ -18,6 +18,7 @@ from forebay.errors import CorruptInputError, PrepareError
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input
 from forebay.prepare.inputs import read_split
 from forebay.storage.compression import unpack_stream
+from support.archives import tar_bytes
 from support.preparing import problems
 from support.preparing import read_records as records
 
@@ -80,13 +81,7 @@ def test_damage_in_a_table_costs_its_row_group(tmp_path: Path) -> None:
 
 
 def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as out:
-        for index in range(5):
-            info = tarfile.TarInfo(f"{index}.txt")
-            info.size = 700
-            out.addfile(info, io.BytesIO(b"%d" % index * 700))
-    data = bytearray(archive.getvalue())
+    data = bytearray(tar_bytes({f"{index}.txt": b"%d" % index * 700 for index in range(5)}, tarfile.GNU_FORMAT))
     data[3 * 512 + 130] ^= 1
     (tmp_path / "a.tar").write_bytes(data)
     expected = [(name, "" if name else "a damaged header") for name in ("0", "", "2", "3", "4")]
