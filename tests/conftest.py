@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from forebay.storage import remote_file
 from forebay.worker.trainer import share_processors
 from support import limits, store
 from support.handlers import FOREVER_S, patient
+from support.origin_server import OriginServer
 from support.paths import TESTS
 
 # Programs that tests start import the helpers beside this file.
@@ -123,6 +124,13 @@ def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(joining, "TIMEOUT_S", FOREVER_S)
         monkeypatch.setattr(discovery, "ANSWER_AFTER_GOOD_S", FOREVER_S)
         monkeypatch.setattr(discovery.read_claims, "__defaults__", (FOREVER_S,))
+
+
+@pytest.fixture(name="server")
+def data_server(data: Path) -> Iterator[OriginServer]:
+    """A web server of the test's `data`."""
+    with OriginServer(data) as created:
+        yield created
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.load.loader import Loader
-from support.calibration import scaled
+from forebay.load.options import OrderOptions
 from support.chunk_checks import check_chunks
 
 MIB = 1 << 20
@@ -61,6 +60,25 @@ def make_dataset(folder: Path, slices: int, samples: int, seq_len: int, *, first
         first += length
     import_slices(folder, folder.name)
     return folder
+
+
+def dataset_fixture(*shape: int, **more: int) -> Any:
+    """Return a fixture of a module: a dataset as `make_dataset` writes it."""
+
+    @pytest.fixture(scope="module")
+    def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make_dataset(tmp_path_factory.mktemp("dataset") / "data", *shape, **more)
+
+    return data
+
+
+def read_owned(dataset: Path | str, rank: int, world_size: int, **more: Any) -> tuple[list[int], list[int], dict]:
+    """Return the sample ids of two epochs of a worker that owns its slices, and the loader's statistics."""
+    order, epochs = OrderOptions(assignment="owned"), ([], [])
+    with Loader(dataset, batch_size=4, rank=rank, world_size=world_size, order=order, epochs=2, **more) as loader:
+        for batch in loader:
+            epochs[batch.epoch].extend(batch.sample_ids.tolist())
+        return *epochs, loader.stats()
 
 
 def list_ids(batches: Iterable, num_batches: int | None = None) -> list[list[int]]:
@@ -222,13 +240,6 @@ def kill(processes: Sequence[ForkServerProcess]) -> None:
     join_all(processes)
 
 
-def until(condition: Any, what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + scaled(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
 @contextlib.contextmanager
 def small_disk(directory: Path, size: int) -> Iterator[Path]:
     """A file system of this many bytes in memory; skips the test where none may be mounted."""
@@ -241,9 +252,3 @@ def small_disk(directory: Path, size: int) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", "-l", directory], check=True)
-
-
-def has_id(path: Path | str, sha256: str) -> bool:
-    """Return True if a slice's file has this id, for any chunk size; reads it up to five times. Raises OSError."""
-    sizes = [1 << bits for bits in range(MAX_CHUNK_BYTES.bit_length() - 1, MIN_CHUNK_BYTES.bit_length() - 2, -1)]
-    return any(hash_slice(path, size)[0] == sha256 for size in sizes)

@@ -3,47 +3,38 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
+from forebay.dataset.chunks import hash_slice
+from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
 from forebay.fetch.cache_state import cache_directory
 from forebay.fetch.chunk_file import MapLayout
-from forebay.load.batch import NumpyTokens
 from forebay.load.loader import Loader
-from forebay.load.options import CacheOptions, OrderOptions
-from support.feeding import has_id, make_dataset
+from forebay.load.options import CacheOptions
+from support.feeding import dataset_fixture, read_owned
 from support.origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 24, 16, 2048
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("patterns") / "data", SLICES, SAMPLES, SEQ_LEN)
-
-
-@pytest.fixture
-def server(data: Path) -> Iterator[OriginServer]:
-    with OriginServer(data) as server:
-        yield server
-
-
-def owned(url: str, rank: int, world: int, **more: Any) -> Loader[NumpyTokens]:
-    order = OrderOptions(assignment="owned")
-    return Loader(url, seq_len=SEQ_LEN, batch_size=4, rank=rank, world_size=world, order=order, epochs=2, **more)
-
-
-def read_epochs(loader: Loader[NumpyTokens]) -> list[list[int]]:
-    result = [[], []]
-    for batch in loader:
-        result[batch.epoch].extend(batch.sample_ids.tolist())
-    return result
+data = dataset_fixture(SLICES, SAMPLES, SEQ_LEN)
 
 
 def slice_paths(server: OriginServer) -> list[Path]:
     return list(server.directory.rglob("*.safetensors"))
+
+
+def epoch_bytes(server: OriginServer) -> int:
+    """The bytes of all slices, and of the hashes of their chunks."""
+    sizes, chunk_bytes = [path.stat().st_size for path in slice_paths(server)], chunk_bytes_of(server)
+    return sum(size + -(-size // chunk_bytes) * 32 for size in sizes)
+
+
+def chunk_bytes_of(server: OriginServer) -> int:
+    return open_dataset(server.directory).table.chunk_bytes
 
 
 @pytest.fixture
@@ -59,9 +50,9 @@ def memory() -> Iterator[Path]:
 def epoch_two(server: OriginServer, rank: int, tier: Literal["disk", "ram"]) -> list[int]:
     """Two epochs of a worker whose cache is smaller than the dataset: the first epoch's samples."""
     total = sum(path.stat().st_size for path in slice_paths(server))
-    with owned(server.url, rank, 2, cache_bytes=int(total * 0.7), cache=tier) as loader:
-        first, second = read_epochs(loader)
-        assert loader.stats()["refetched_bytes"] == 0
+    cache_bytes = int(total * 0.7)
+    first, second, stats = read_owned(server.url, rank, 2, seq_len=SEQ_LEN, cache_bytes=cache_bytes, cache=tier)
+    assert stats["refetched_bytes"] == 0
     assert sorted(first) == sorted(second) and first != second
     return first
 
@@ -70,14 +61,16 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers: in two epochs every slice leaves the origin once; a cache holds whole, verified slices alone."""
-    seen = set()
+    seen, chunk_bytes = set(), chunk_bytes_of(server)
     for rank in range(2):
         monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / f"host-{rank}"))
         first = epoch_two(server, rank, "disk")
         assert seen.isdisjoint(first)
         seen.update(first)
         current = [path for path in (tmp_path / f"host-{rank}/slices").iterdir() if len(path.name) == 64]
-        assert len(current) == len(first) // SAMPLES and all(has_id(path, path.name) for path in current)
+        assert len(current) == len(first) // SAMPLES and all(
+            hash_slice(path, chunk_bytes)[0] == path.name for path in current
+        )
     assert len(seen) == SLICES * SAMPLES
     sent = {name: count for name, count in server.bytes_sent.items() if name.endswith(".safetensors")}
     assert sent == {f"{path.relative_to(server.directory)}": path.stat().st_size for path in slice_paths(server)}
@@ -105,7 +98,7 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
     ) as loader:  # fmt: skip
         for _ in loader:
             pass
-        fetched = loader.stats()["fetched_bytes"] / sum(path.stat().st_size for path in slice_paths(server))
+        fetched = loader.stats()["fetched_bytes"] / epoch_bytes(server)
     assert 1 - (fetched - 1) / 4 >= num_cached / SLICES - 1e-9
 
 
@@ -127,6 +120,6 @@ def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_
     with Loader(server.url, cache=CacheOptions(keep="all"), cache_dir=tmp_path / "all", **arguments) as loader:
         assert [batch.sample_ids.tolist() for batch in loader] == seen
         stats = loader.stats()
-    assert stats["fetched_bytes"] == total and stats["evicted_bytes"] == 0
+    assert stats["fetched_bytes"] == epoch_bytes(server) and stats["evicted_bytes"] == 0
     with pytest.raises(UsageError, match=r"cache_bytes: expected at least .* for keep='all', got"):
         Loader(server.url, cache=CacheOptions(keep="all"), cache_dir=tmp_path / "small", cache_bytes=total, **arguments)

@@ -17,10 +17,10 @@ from support.feeding import (
     MIB,
     Watcher,
     check_cache,
+    dataset_fixture,
     global_batches,
     join_all,
     kill,
-    make_dataset,
     read_lines,
     read_steps,
     start_rank,
@@ -39,9 +39,7 @@ ORDER = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("kill") / "data", SLICES, SAMPLES, SEQ_LEN)
+folder = dataset_fixture(SLICES, SAMPLES, SEQ_LEN)
 
 
 @pytest.fixture
@@ -131,7 +129,6 @@ def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server
     assert sorted(chain(*run.committed)) == list(range(SLICES * SAMPLES))
     result = watcher.end()
     assert result["most"] <= BUDGET and result["looks"] > 100
-    print(f"{kills} kills, {run.starts} starts, {server.requests.total()} requests, {result}")
 
 
 def test_four_processes_that_read_the_same_fetch_each_slice_once(

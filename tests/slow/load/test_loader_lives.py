@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions, SampleOptions
 from support.calibration import scaled
-from support.feeding import check_cache, join_all, make_dataset, read_lines, read_samples, start_rank
+from support.feeding import check_cache, dataset_fixture, join_all, read_lines, read_samples, start_rank
 from support.origin_server import OriginServer
 from support.waiting import until
 
@@ -29,15 +28,7 @@ NOTHING = {"threads": 0, "files": 0, "maps": 0}
 ORDER = {"seq_len": SEQ_LEN, "batch_size": 4, "order": OrderOptions(lanes=2, window_bytes=SAMPLES * SEQ_LEN * 4)}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("lives") / "data", 6, SAMPLES, SEQ_LEN)
-
-
-@pytest.fixture
-def server(data: Path) -> Iterator[OriginServer]:
-    with OriginServer(data) as server:
-        yield server
+data = dataset_fixture(6, SAMPLES, SEQ_LEN)
 
 
 def count_resources(ours: str) -> dict[str, int]:

@@ -4,7 +4,6 @@ import contextlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions
 from forebay.load.sources import Mixture
-from support.feeding import MIB, check_cache, make_dataset, read_samples, small_disk
+from support.feeding import MIB, check_cache, dataset_fixture, read_samples, small_disk
 from support.origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 6, 32, 2048  # 256 KiB a slice.
@@ -27,20 +26,10 @@ ONE_BY_ONE = {
 }  # 8 steps a slice.
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("remote") / "data", SLICES, SAMPLES, SEQ_LEN)
+data = dataset_fixture(SLICES, SAMPLES, SEQ_LEN)
 
 
-@pytest.fixture
-def server(data: Path) -> Iterator[OriginServer]:
-    with OriginServer(data) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("many") / "data", 81, 64, 256)
+many = dataset_fixture(81, 64, 256)
 
 
 def fetched(many: Path, cache_dir: Path, **more: Any) -> tuple[float, dict[str, float]]:

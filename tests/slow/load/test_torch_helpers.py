@@ -13,14 +13,12 @@ pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch
 
 from forebay.errors import ForebayError
 from forebay.load.loader import Loader
-from support.feeding import list_ids, make_dataset
+from support.feeding import dataset_fixture, list_ids
 
 SEQ_LEN = 16
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("helpers") / "data", 5, 20, SEQ_LEN)
+data = dataset_fixture(5, 20, SEQ_LEN)
 
 
 def num_descriptors() -> int:

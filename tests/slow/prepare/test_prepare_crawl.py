@@ -12,8 +12,8 @@ import pytest
 
 from support.calibration import scaled
 from support.crawl import CRAWL, write_mirror
-from support.feeding import until
 from support.origin_server import OriginServer
+from support.waiting import until
 
 PACE = 1 << 20  # bytes a second of a connection
 
@@ -52,7 +52,7 @@ def test_a_killed_download_continues_at_its_last_byte(server: OriginServer, tmp_
     _, stderr = process.communicate()
     saved = downloads(tmp_path / "d")
     assert any(saved.values()), stderr.decode()  # The other may have just been opened.
-    until(lambda: not server.num_open, "what the killed process asked last counts for it")
+    until(lambda: not server.num_open)  # What the killed process asked last counts for it.
     server.reset()
     server.faults.connection_bytes_per_s = 0.0
     again = subprocess.run(arguments, env=environment, capture_output=True, text=True)

@@ -8,7 +8,7 @@ import pytest
 from forebay import Loader, Mixture, SampleOptions
 from forebay.errors import UsageError
 from forebay.load.prefetch import Prefetcher
-from support.feeding import list_ids, make_dataset
+from support.feeding import dataset_fixture, list_ids
 from support.waiting import until
 
 SEQ_LEN = 8
@@ -16,9 +16,7 @@ ARGUMENTS = {"seq_len": SEQ_LEN, "batch_size": 7, "seed": 3}
 SAMPLES = 50  # 8 steps an epoch.
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("iteration") / "data", 5, SAMPLES // 5, SEQ_LEN)
+data = dataset_fixture(5, SAMPLES // 5, SEQ_LEN)
 
 
 def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog: pytest.LogCaptureFixture) -> None:

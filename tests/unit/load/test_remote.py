@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -39,12 +38,6 @@ def write(folder: Path) -> None:
 @pytest.fixture
 def data() -> Path:
     return stored(write) / "data"
-
-
-@pytest.fixture
-def server(data: Path) -> Iterator[OriginServer]:
-    with OriginServer(data) as server:
-        yield server
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from forebay.load.batch import RowBatch, TokenBatch  # noqa: E402
 from forebay.load.loader import Loader  # noqa: E402
 from forebay.load.options import OrderOptions, SampleOptions  # noqa: E402
 from forebay.load.shared_memory import SegmentReader  # noqa: E402
-from support.feeding import ROW_DTYPES, make_dataset, write_typed_rows  # noqa: E402
+from support.feeding import ROW_DTYPES, dataset_fixture, make_dataset, write_typed_rows  # noqa: E402
 
 SEQ_LEN = 16
 ARGUMENTS = {"seq_len": SEQ_LEN, "batch_size": 4, "seed": 5}
@@ -67,9 +67,7 @@ def helpers_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helpers, "sys", System())
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("torch") / "data", 5, 20, SEQ_LEN, first_samples=17)
+data = dataset_fixture(5, 20, SEQ_LEN, first_samples=17)
 
 
 def read_plain(data: Path, epochs: int, **arguments: Any) -> list[dict]:
