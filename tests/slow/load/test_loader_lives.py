@@ -49,30 +49,28 @@ def count_resources(ours: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["local", "ahead"])
 def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tmp_path: Path, kind: str) -> None:
+    """Each second one is closed by an exception in its loop; the last one is slow."""
     arguments = {"dataset": data, **ORDER}
     if kind != "local":
         arguments |= {"dataset": server.url, "cache_dir": tmp_path / "cache"}
     ours = str(data if kind == "local" else tmp_path)
     early = {}
     for time_ in range(TIMES):
-        with Loader(**arguments, samples=SampleOptions(prefetch_batches=2 * (kind == "ahead"))) as loader:
+        server.faults.bytes_per_s = 200_000 if time_ == TIMES - 1 else 0
+        samples = SampleOptions(prefetch_batches=2 * (kind == "ahead"))
+        with contextlib.suppress(ZeroDivisionError), Loader(**arguments, samples=samples) as loader:
             batches = iter(loader)
             next(batches)
             next(batches)
+            if time_ % 2:
+                raise ZeroDivisionError
         del loader, batches
         if time_ == 20:
             early = count_resources(ours)
     until(lambda: count_resources(ours)["sockets"] <= early["sockets"] + 4)
     until(lambda: NOTHING.items() <= count_resources(ours).items())  # A fetch ends with its next bytes.
-
-
-def test_an_exception_in_the_loop_releases_everything(server: OriginServer, tmp_path: Path) -> None:
-    server.faults.bytes_per_s = 200_000
-    with pytest.raises(ZeroDivisionError), Loader(server.url, cache_dir=tmp_path / "cache", **ORDER) as loader:
-        for _ in loader:
-            raise ZeroDivisionError
-    until(lambda: NOTHING.items() <= count_resources(str(tmp_path)).items())
-    check_cache(tmp_path / "cache")
+    if kind != "local":
+        check_cache(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("fault, prefetch", [("black hole", 0), ("refusing", 2), ("slow", 0)])

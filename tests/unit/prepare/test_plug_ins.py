@@ -1,4 +1,4 @@
-"""Objects of the user's own in a file outside of the package: filters, deduplication, tokenizers, engines, sources."""
+"""Objects of the user's own outside of the package: filters, stages, deduplication, tokenizers, engines, sources."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 import forebay
 from forebay import plugins
-from forebay.errors import UsageError
+from forebay.errors import PrepareError, UsageError
 from forebay.prepare import PrepareResult, load_recipe
 from support.preparing import prepare, write_jsonl
 
@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import forebay
+from forebay.prepare.documents import StageResult
 from forebay.prepare.engines.base import Engine
 
 
@@ -34,6 +35,22 @@ def enough_lines(batch: pa.RecordBatch, min_lines: int = 3) -> pa.Array:
 @forebay.text_filter("no_shouting", version="1", per_document=True)
 def no_shouting(document):
     return not document["text"].isupper()
+
+
+@dataclass(frozen=True)
+class Shout:
+    minimum: int = 1
+    name: ClassVar[str] = "shout"
+    version: ClassVar[int] = 1
+    reasons = ("quiet",)
+
+    def files(self):
+        return ()
+
+    def apply(self, batch):
+        texts = batch.column("text").to_pylist()
+        marks = [-1 if 10 // self.minimum and sum(map(str.isupper, text)) >= self.minimum else 0 for text in texts]
+        return StageResult(batch, np.array(marks[: 99 - self.minimum], np.int16))
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
     yield my_own
     plugins.plugins.cache_clear()
-    sys.modules.pop("my_own")
+    sys.modules.pop("my_own", None)
 
 
 def run(tmp_path: Path, name: str = "out", **arguments: Any) -> PrepareResult:
@@ -165,11 +182,26 @@ def test_a_tokenizer(tmp_path: Path, own: Any, how: str) -> None:
     assert (result.path / "tokenizer.json").read_bytes() == b"letters 1"
 
 
-def test_code_that_a_recipe_names_needs_leave(own: Any) -> None:
-    for settings in ({"tokenize": {"tokenizer": "my_own:Letters"}}, {"dedup": {"x": {"use": "my_own:SameStart"}}}):
-        with pytest.raises(UsageError, match=r"names code, 'my_own:.*--allow-code"):
-            load_recipe(settings=settings)
-        load_recipe(settings=settings, allow_code=True)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenize": {"tokenizer": "my_own:Letters"}}, {"dedup": {"x": {"use": "my_own:SameStart"}}},
+        {"mine": {"use": "my_own:Shout"}},
+    ],
+)  # fmt: skip
+def test_code_that_a_recipe_names_needs_leave(own: Any, settings: dict) -> None:
+    sys.modules.pop("my_own", None)
+    with pytest.raises(UsageError, match=r"names code, 'my_own:.*--allow-code"):
+        load_recipe(settings=settings)
+    assert "my_own" not in sys.modules
+    load_recipe(settings=settings, allow_code=True)
+
+
+@pytest.mark.parametrize("minimum, message", [(0, "ZeroDivisionError"), (95, "expected a result for each of 5")])
+def test_the_failure_of_a_stage_is_reported(tmp_path: Path, own: Any, minimum: int, message: str) -> None:
+    table = {"shout": {"use": "my_own:Shout", "minimum": minimum}}
+    with pytest.raises(PrepareError, match=rf"in\.jsonl:1: stage shout.*{message}"):
+        run(tmp_path, recipe=load_recipe(settings=table, allow_code=True))
 
 
 def test_an_engine(tmp_path: Path, own: Any) -> None:

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay import prepare_dataset
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare import load_recipe
+from forebay.prepare import PrepareResult, load_recipe
 from forebay.prepare.config import apply_settings
 from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.columns import Combine
@@ -25,7 +24,7 @@ from forebay.prepare.tasks.percentile import column_percentiles
 from forebay.storage.store import open_store
 from support.batches import to_batch
 from support.paths import GOLDEN as GOLDEN_FILES
-from support.preparing import write_jsonl
+from support.preparing import prepare, write_jsonl
 
 GOLDEN = GOLDEN_FILES / "fasttext"
 COLUMNS = {"licence": "text", "day": "text", "quality": "number"}
@@ -63,9 +62,13 @@ def texts(out: Path) -> list[dict]:
     return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
 
 
-def run(source: Path, out: str, tables: dict, **options: Any) -> list[dict]:
+def prepare_scored(source: Path, out: str, tables: dict, **options: Any) -> PrepareResult:
     recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables}, allow_code=True)
-    prepare_dataset([source], source.parent / out, recipe=recipe, **{"to": "parquet", "workers": 1, **options})
+    return prepare(source, source.parent / out, **{"recipe": recipe, "to": "parquet", **options})
+
+
+def run(source: Path, out: str, tables: dict, **options: Any) -> list[dict]:
+    prepare_scored(source, out, tables, **options)
     return texts(source.parent / out)
 
 
@@ -77,8 +80,7 @@ def test_selection_by_input_columns(source: Path) -> None:
     assert rows[0].keys() == {"id", "url", "text", *COLUMNS}
     assert len(run(source, "p", {"select": {"column": "day", "after": "2010", "before": "2020-05-01"}})) == 72
     assert len(run(source, "q", {"select": {"column": "licence", "none_of": ["gpl"], "missing": "keep"}})) == 150
-    settings = {"read": {"columns": COLUMNS}, "select": {"column": "licence", "none_of": ["gpl"]}}
-    result = prepare_dataset([source], source.parent / "r", to="parquet", workers=1, settings=settings)
+    result = prepare_scored(source, "r", {"select": {"column": "licence", "none_of": ["gpl"]}})
     assert result.dropped == {"licence_missing": 50, "licence_other": 50}
     unused = {"use": "fasttext", "model": "/none", "label": "x", "min": 100}  # The input has the column.
     assert min(row["quality"] for row in run(source, "t", {"score": {"quality": unused}})) == 100
@@ -99,8 +101,7 @@ def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
         },
         "subset": [{"subset": "high", "column": "both", "min": 3}, {"subset": "mid", "column": "both", "min": 1}],
     }
-    recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables})
-    report = prepare_dataset([source], source.parent / "o", to="parquet", workers=1, recipe=recipe).report
+    report = prepare_scored(source, "o", tables).report
     rows = texts(source.parent / "o")
     assert len(rows) == 200
     assert [sum(row["first_bucket"] == n for row in rows) for n in range(4)] == [50, 50, 50, 50]
@@ -115,17 +116,16 @@ def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
     assert sum(report["histograms"]["first"]["read"]) == sum(report["histograms"]["both"]["kept"]) == 200
     assert "Thresholds" in (source.parent / "o/report.html").read_text()
     with pytest.raises(UsageError, match="subset: expected --to parquet, got a dataset"):
-        prepare_dataset([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
+        prepare_scored(source, "d", tables, to="dataset")
 
 
 def test_shares_of_a_column_over_several_files(source: Path) -> None:
     folder = divided(source, 7, "{damaged\n")
     for share, expected in (({"top_share": 0.15}, range(170, 200)), ({"keep_percentile": [10, 95]}, range(20, 190))):
         tables = {"select": {"column": "quality", **share}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
-        recipe = load_recipe(settings={"read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
-        out = source.parent / f"o{len(expected)}"
-        result = prepare_dataset([folder], out, recipe=recipe, to="parquet", workers=1)
-        assert sorted(row["quality"] for row in texts(out)) == list(expected)
+        name = f"o{len(expected)}"
+        result = prepare_scored(folder, name, {"max_error_rate": 0.1, **tables})
+        assert sorted(row["quality"] for row in texts(source.parent / name)) == list(expected)
         assert result.dropped["quality_below_percentile"] == expected.start
         assert result.report["totals"]["malformed"] == 7
         assert [line["stage"] for line in result.report["funnel"]] == ["read", "select.quality", "length", "dedup"]
@@ -171,10 +171,7 @@ def test_documents_are_repeated_by_their_bucket(source: Path) -> None:
     assert sum(counts[0]) == 0 and counts[2] == [1] * 50
     assert set(counts[1]) == {0, 1} and 10 <= sum(counts[1]) <= 40
     assert set(counts[3]) == {2, 3} and 105 <= sum(counts[3]) <= 145
-    recipe = load_recipe(settings={"read": {"columns": COLUMNS}, "slice": {"shuffle": True}, **tables})
-    result = prepare_dataset(
-        [source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1, document_ids=True
-    )
+    result = prepare_scored(source, "d", {"slice": {"shuffle": True}, **tables}, to="dataset", document_ids=True)
     assert result.documents_out == len(rows)
     ids = pq.ParquetFile(source.parent / "d/documents.parquet").read()["id"].to_pylist()
     assert sorted(ids) == sorted(row["id"] for row in rows)
@@ -196,10 +193,10 @@ def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> Non
     ordered = sorted(row["edu"] for row in rows)
 
     def again(name):
-        return prepare_dataset(
-            [source.parent / "scored/text"], source.parent / name, recipe=load_recipe(settings=tables), to="parquet",
-            workers=1, on_message=messages.append,
-        )  # fmt: skip
+        recipe = load_recipe(settings=tables)
+        return prepare(
+            source.parent / "scored/text", source.parent / name, recipe=recipe, to="parquet", on_message=messages.append
+        )
 
     for name, low in (("a", ordered[50]), ("b", ordered[150])):
         tables["score"]["edu"]["min"] = low
@@ -223,7 +220,7 @@ def test_records_of_columns_in_a_file_are_data(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.parquet"
         pq.write_table(table.replace_schema_metadata({b"forebay.columns": recorded}), path)
         out = tmp_path / f"o{number}"
-        prepare_dataset([path], out, to="parquet", workers=1)
+        prepare(path, out, to="parquet")
         assert [row["text"] for row in texts(out)] == ["one", "two"]
 
 
