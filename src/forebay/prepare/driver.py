@@ -407,7 +407,6 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     stats = StageStats()
     sampling.count(texts, run.work, stats, run.map)
     run.progress.set_counts(stats)
-    write_hits(run.store, HITS_FILE, splits, texts, run.work)
     corpus = Corpus(sources, splits, texts, None, run.work, stats, sampling)
     _check_malformed(run, corpus, unread)
     hashed = {
@@ -420,6 +419,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
     texts = [replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)]
     texts = _process_segments(run, sampling, texts, stats, steps)
+    write_hits(run.store, HITS_FILE, splits, texts, run.work)
     corpus = replace(corpus, texts=texts)
     if len(steps) > 1:
         _check_malformed(run, corpus, unread)

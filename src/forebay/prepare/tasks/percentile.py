@@ -29,7 +29,7 @@ from forebay.prepare.tasks.text import TextResult, open_documents, with_stats
 from forebay.prepare.thresholds import float_keys, float_of
 from forebay.storage.store import Store
 
-SEGMENT_VERSION = 2
+SEGMENT_VERSION = 3
 _MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.
 _BITS = 16
 
@@ -140,13 +140,16 @@ def process_segment(task: SegmentTask, scale: int) -> TextResult:
             for kept_rows in run_stages(task, batch, stats, rejects):
                 out.add(kept_rows)
     stats.usage.count("dedup", out.signing_s)
-    malformed = task.text.malformed + rejects.malformed
-    if malformed:
-        before = task.store.read(f"{task.text.prefix}.rejects") if task.text.malformed else b""
-        task.store.write(f"{task.prefix}.rejects", [before, *map(json_line, rejects.rejects)])
+    earlier = task.text
+    for ending, count, lines in (
+        ("rejects", earlier.malformed, rejects.rejects), ("hits", earlier.hits, stats.hits),
+    ):  # fmt: skip
+        if count or lines:
+            before = task.store.read(f"{earlier.prefix}.{ending}") if count else b""
+            task.store.write(f"{task.prefix}.{ending}", [before, *map(json_line, lines)])
     result = replace(
-        task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes, malformed=malformed, hits=0,
-        signed=out.signed,
+        earlier, name=task.name, documents_out=out.documents, bytes_out=out.bytes, signed=out.signed,
+        malformed=earlier.malformed + rejects.malformed, hits=earlier.hits + len(stats.hits),
     )  # fmt: skip
     return with_stats(task.store, stats, result, task.split, rejects.rejects)
 

@@ -20,8 +20,11 @@ from support.preparing import prepare, read_lines, write_jsonl
 WORDS = [f"word{i}" for i in range(500)]
 
 
-@pytest.mark.parametrize("method", ["overlap", "ngram"])
-def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str) -> None:
+AFTER_A_SELECTION = {"read": {"columns": {"n": "number"}}, "select": {"column": "n", "keep_percentile": [0, 100]}}
+
+
+@pytest.mark.parametrize("method, before", [("overlap", {}), ("ngram", {}), ("ngram", AFTER_A_SELECTION)])
+def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str, before: dict) -> None:
     chance = random.Random(7)
     pool = [" ".join(chance.choices(WORDS, k=30)) for _ in range(600)]
     instances = [{"id": f"i{i}", "question": pool[2 * i], "answer": pool[2 * i + 1]} for i in range(60)]
@@ -33,8 +36,8 @@ def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str) -
     chance.shuffle(documents)
     sets = [write_jsonl(tmp_path / "first.jsonl", instances[:30]), tmp_path / "second.parquet"]
     pq.write_table(pa.Table.from_pylist(instances[30:]), sets[1])
-    source, out = write_jsonl(tmp_path / "in.jsonl", documents), tmp_path / "out"
-    settings = {"decontaminate": {"sets": list(map(str, sets)), "method": method}}
+    source, out = write_jsonl(tmp_path / "in.jsonl", ({**item, "n": 1} for item in documents)), tmp_path / "out"
+    settings = {**before, "decontaminate": {"sets": list(map(str, sets)), "method": method}}
     result = prepare(source, out, settings=settings, write_ids=tmp_path / "ids")
     assert result.dropped == {"contaminated_first": 30, "contaminated_second": 30}
     assert (tmp_path / "ids").read_text().split() == [d["id"] for d in documents if d["id"].startswith("clean")]
