@@ -19,7 +19,7 @@ from typing import Any
 
 from support.calibration import scaled
 
-MODEL = "model.arpa"
+MODEL, EXAM = "model.arpa", "exam.jsonl"
 NUM_DOCUMENTS = 600
 
 
@@ -67,15 +67,25 @@ def wait_for_none(session: int) -> None:
 
 
 def make_inputs(folder: Path) -> Path:
-    """JSON lines (two files alike), plain text, Parquet, packed lines with damage, and a WARC of pages."""
+    """JSON lines (two files alike), plain text, Parquet, packed lines with damage, and a WARC of pages.
+
+    Some share lines, sentences or words. Beside the folder is an evaluation set of lines that they have.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True)
     created = texts()
+    for i in range(30, 300, 5):
+        lines = created[i - 20].split("\n")
+        shared = ["\n".join(lines[:4]), " ".join(lines[:4]), " ".join(lines[:4])[40:400]][i // 5 % 3]
+        created[i] = f"{shared}\n{created[i][: 2000 if i % 15 else 100]}"
+    urls = [f"http://x.org/{i // 2 if i % 50 < 2 else i}" for i in range(len(created))]
     lines = [
-        json.dumps({"id": f"d{i}", "text": text, "url": f"http://x.org/{i}"}) + "\n" for i, text in enumerate(created)
+        json.dumps({"id": f"d{i}", "text": text, "url": urls[i], "edu": i % 7}) + "\n" for i, text in enumerate(created)
     ]
+    exam = [{"question": text.split("\n")[2], "answer": "Some words in the end."} for text in created[5::60]]
+    (folder.parent / EXAM).write_text("".join(json.dumps(instance) + "\n" for instance in exam))
     (folder / "a.jsonl").write_text("".join(lines[:300]))
     (folder / "b.jsonl").write_text("".join(lines[200:300]))
     (folder / "c.jsonl").write_text("".join(lines[200:300]))
@@ -110,17 +120,19 @@ def make_model(path: Path) -> Path:
     return path
 
 
-def recipe(model: Path | None) -> dict:
-    """Settings with everything on that the corpus survives."""
+def recipe(folder: Path) -> dict:
+    """Settings with everything on that the corpus survives; the folder has the evaluation set, and may have a model."""
     stages = {
         "extract": {}, "unicode": {}, "pii": {}, "boilerplate": {}, "gopher_repetition": {}, "gopher_quality": {},
         "c4": {"terminal_punctuation": False}, "fineweb": {},
     }  # fmt: skip
-    if model is not None:
-        stages["perplexity"] = {"model": str(model), "keep_percentile": [5, 95]}
+    if (folder / MODEL).exists():
+        stages["perplexity"] = {"model": str(folder / MODEL), "keep_percentile": [5, 95]}
+    methods = dict.fromkeys(("exact", "url", "minhash", "lines", "sentences", "substring", "overlap"), True)
     return {
         "name": "whole", "max_error_rate": 0.2, **stages, "tokenize": {"tokenizer": "train:600"},
-        "dedup": {"exact": True, "minhash": True, "lines": True},
+        "read": {"columns": {"edu": "number"}}, "decontaminate": {"sets": [str(folder / EXAM)]},
+        "dedup": {**methods, "min_words": 20, "max_cut_share": 0.6, "keep": "best", "score": "edu"},
         "slice": {"bytes": 1 << 14, "shuffle": True},
     }  # fmt: skip
 
@@ -175,7 +187,7 @@ class Unlucky:
 
 
 def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
-    """Prepare; the model lies beside the inputs. With WHOLE_UNLUCKY, a file, by workers that die."""
+    """Prepare; the rest lies beside the inputs. With WHOLE_UNLUCKY, a file, by workers that die."""
     from forebay import prepare_dataset
     from forebay.errors import ForebayError
     from forebay.prepare import driver as pipeline
@@ -191,8 +203,7 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
             (finish, "write_slice"),
         ):
             setattr(module, name, Unlucky(getattr(module, name)))
-    model = Path(inputs).parent / MODEL
-    settings = recipe(model if model.exists() else None)
+    settings = recipe(Path(inputs).parent)
 
     def report(message):
         print(message, file=sys.stderr, flush=True)

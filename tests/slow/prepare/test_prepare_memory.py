@@ -104,7 +104,10 @@ def test_ten_times_the_input_takes_the_same(tmp_path: Path) -> None:
                 for text in whole.texts(600, seed=seed):
                     file.write(json.dumps({"text": text}) + "\n")
         settings = {
-            **whole.recipe(None),
+            **whole.recipe(folder),
+            "read": {},
+            "decontaminate": False,
+            "dedup": {"exact": True, "minhash": True, "lines": True},
             "tokenize": {"tokenizer": "bytes"},
             "slice": {"bytes": 1 << 20, "shuffle": True},
         }

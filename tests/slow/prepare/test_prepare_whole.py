@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.prepare.report import load_report
 from support import whole
 from support.feeding import small_disk
 from support.outputs import hashes
@@ -21,7 +22,7 @@ pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
 KILLS = int(os.environ.get("FOREBAY_PREPARE_KILLS", "4"))
 PHASES = ("text", "dedup", "tokenizer", "encode", "shuffle", "slice")
-NAMED_BY_PATH = (".inputs.json", "report.html", "rejects.jsonl")
+NAMED_BY_PATH = (".inputs.json", "report.html", "rejects.jsonl", "contamination.jsonl")
 """These name documents without an id by where they lie."""
 
 
@@ -38,8 +39,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(base: Path) -> tuple[str, dict[str, str]]:
     """The dataset id and the files that one process makes."""
     result = whole.run(base / "in", base / "one", 1)
-    created = hashes(base / "one")
+    created, report = hashes(base / "one"), load_report(base / "one/report.html")
     assert "manifest.json" in created and "report.html" in created
+    *_, decontaminated, deduplicated, _ = report["funnel"]
+    hits = (base / "one/contamination.jsonl").read_bytes().splitlines()
+    assert decontaminated["dropped"] == {"contaminated_exam": len(hits)} and len(hits) > 10
+    assert deduplicated["dropped"].keys() >= {"exact_duplicate", "url_duplicate", "near_duplicate", "mostly_duplicate"}
+    assert deduplicated["changed"].keys() >= {"lines cut", "spans of 3 sentences cut", "spans of 20 words cut"}
     return result, created | {".ids": hashes(base)["one.ids"]}
 
 
@@ -61,6 +67,7 @@ def test_ray(base: Path, expected: tuple[str, dict[str, str]]) -> None:
 
 def test_another_place_of_the_same_input(base: Path, expected: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     shutil.copytree(base / "in", tmp_path / "in")
+    shutil.copy(base / whole.EXAM, tmp_path)
     if (base / whole.MODEL).exists():
         shutil.copy(base / whole.MODEL, tmp_path)
     result = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, FOREBAY_CODER="reference")
