@@ -44,7 +44,7 @@ def source_key(source: InputFile) -> str:
 def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:
     """A hash of what is done to the input, without library versions. `files` are (path, sha256) of what stages read."""
     steps = [(stage.name, stage.version, repr(without_paths(stage))) for stage in stages]
-    return hash_json([repr(read.changed), steps, [(Path(path).name, sha256) for path, sha256 in files], sample])
+    return hash_json([repr(read.changed), steps, [sha256 for _, sha256 in files], sample])
 
 
 def random_key(content: str, split: InputSplit, sha256s: Mapping[str, str]) -> str:
