@@ -84,7 +84,7 @@ def make_inputs(folder: Path) -> Path:
     lines = [
         json.dumps({"id": f"d{i}", "text": text, "url": urls[i], "edu": i % 7}) + "\n" for i, text in enumerate(created)
     ]
-    exam = [{"question": text.split("\n")[2], "answer": "Some words in the end."} for text in created[5::60]]
+    exam = [{"id": text[:9], "question": text.split("\n")[2], "answer": "Some words."} for text in created[5::60]]
     (folder.parent / EXAM).write_text("".join(json.dumps(instance) + "\n" for instance in exam))
     (folder / "a.jsonl").write_text("".join(lines[:300]))
     (folder / "b.jsonl").write_text("".join(lines[200:300]))

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from forebay.dataset.chunks import hash_slice
+from forebay.dataset.chunks import HASH_BYTES, hash_slice
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
 from forebay.fetch.cache_state import cache_directory
@@ -29,12 +29,8 @@ def slice_paths(server: OriginServer) -> list[Path]:
 
 def epoch_bytes(server: OriginServer) -> int:
     """The bytes of all slices, and of the hashes of their chunks."""
-    sizes, chunk_bytes = [path.stat().st_size for path in slice_paths(server)], chunk_bytes_of(server)
-    return sum(size + -(-size // chunk_bytes) * 32 for size in sizes)
-
-
-def chunk_bytes_of(server: OriginServer) -> int:
-    return open_dataset(server.directory).table.chunk_bytes
+    table = open_dataset(server.directory).table
+    return int(sum(table.bytes + -(-table.bytes // table.chunk_bytes) * HASH_BYTES))
 
 
 @pytest.fixture
@@ -61,7 +57,7 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers: in two epochs every slice leaves the origin once; a cache holds whole, verified slices alone."""
-    seen, chunk_bytes = set(), chunk_bytes_of(server)
+    seen, chunk_bytes = set(), open_dataset(server.directory).table.chunk_bytes
     for rank in range(2):
         monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / f"host-{rank}"))
         first = epoch_two(server, rank, "disk")

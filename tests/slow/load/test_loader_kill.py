@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.dataset.reader import open_dataset
 from forebay.load.options import OrderOptions
 from support.feeding import (
     MIB,
@@ -142,6 +143,7 @@ def test_four_processes_that_read_the_same_fetch_each_slice_once(
     ]
     assert join_all(readers) == [0] * 4
     assert all(len(read_steps(out)) == 2 * SLICES * SAMPLES // 12 for out in outs)
-    fetched = sum(read_lines(out)[-1]["stats"]["fetched_bytes"] for out in outs)
-    assert fetched == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    table = open_dataset(folder).table
+    fetched = sum(read_lines(out)[-1]["stats"]["fetched_chunks"] for out in outs)
+    assert fetched == sum(-(-table.bytes // table.chunk_bytes))
     assert check_cache(tmp_path / "cache") == SLICES

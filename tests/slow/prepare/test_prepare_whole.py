@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_again_and_again(base: Path, expected: tuple[str, di
     reached = []
     with small_disk(tmp_path / "small", 600_000) as disk:
         out = disk / "d"
-        for kilobytes in (600, 2300, 2550, 2800, 3400, 3700, 64_000):
+        for kilobytes in (600, 3000, 3700, 4400, 4800, 5200, 64_000):
             subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", disk], check=True)
             done = subprocess.run(whole.command(base / "in", out, 2), capture_output=True, text=True)
             if done.returncode == 0:
