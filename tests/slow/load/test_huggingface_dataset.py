@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,14 +38,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def read_rows(dataset: Any) -> dict[int, bytes]:
-    return {
-        sample: row.tobytes()
-        for batch in dataset.batches()
-        for sample, row in zip(batch.sample_ids.tolist(), batch.inputs)
-    }
-
-
 def test_a_few_batches(hub: HubServer) -> None:
     dataset = create_huggingface_dataset(
         dataset_name="tiny_shakespeare", rank=0, world_size=1, num_batches=5, batch_size=4, seq_len=128
@@ -75,22 +66,6 @@ def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
         expected += [*alone.encode(text, add_special_tokens=False).ids, tokenizer.eos_id]
     result = [token for batch in dataset.batches() for token in batch.inputs.ravel().tolist()]
     assert result == expected[: len(result)]
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
-    def share(rank, world_size, batch_size):
-        return read_rows(
-            create_huggingface_dataset(
-                "tiny_shakespeare", rank, world_size, num_batches=4, batch_size=batch_size, seq_len=32,
-                streaming=streaming, lanes=3,
-            )
-        )  # fmt: skip
-
-    alone = share(0, 1, 6)
-    parts = [share(rank, 3, 2) for rank in range(3)]
-    assert [sorted(part) for part in parts] == [list(range(rank, 24, 3)) for rank in range(3)]
-    assert {**parts[0], **parts[1], **parts[2]} == alone
 
 
 def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

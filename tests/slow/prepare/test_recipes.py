@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forebay import prepare_dataset
 from forebay.prepare.config import recipe_names
+from support.bert import save_bert
 from support.paths import ROOT
 from support.shared_data import shared_data
 
@@ -75,33 +76,18 @@ def _settings(name, folder):
     if name == "nemotron-cc":
         return {"score": {"mixtral": model, "nemotron": model, "dclm": model}}
     if name == "fineweb-edu":
-        return {"score": {"edu": {"model": str(_classifier(folder / "classifier")), "min": -100}}}
+        save_bert(folder / "classifier", 1)
+        return {"score": {"edu": {"model": str(folder / "classifier"), "min": -100}}}
     return {"read": {"format": "code"}} if name == "code" else {}
-
-
-def _classifier(folder):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    if not folder.exists():
-        torch.manual_seed(0)
-        config = transformers.BertConfig(
-            vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=128, num_labels=1,
-        )  # fmt: skip
-        transformers.BertForSequenceClassification(config).save_pretrained(folder, safe_serialization=True)
-        words = {"[PAD]": 0, "[UNK]": 1, "the": 2, "of": 3, "and": 4}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, inputs: Path, tmp_path: Path) -> None:
     source = inputs / {"code": "code", "sft": "chats", "fineweb-2": "foreign"}.get(name, "web")
-    tokenizer = str(inputs / "tokenizer.json")
+    tokenizer, settings = str(inputs / "tokenizer.json"), _settings(name, inputs)
     results = [
         prepare_dataset(
-            [source], tmp_path / str(workers), recipe=name, tokenizer=tokenizer, settings=_settings(name, inputs),
+            [source], tmp_path / str(workers), recipe=name, tokenizer=tokenizer, settings=settings,
             name="same", workers=workers, to="parquet" if name == "nemotron-cc" else "dataset",
         )
         for workers in PROCESSES

@@ -5,36 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from forebay.errors import UsageError
 from forebay.prepare.scores.transformers import Onnx, Transformers
 from support.batches import to_batch
+from support.bert import WORDS, save_bert, save_tokenizer
 
-WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(62))]
 TEXTS = ["w1 w2 w3", "w9", "w5 " * 30, "w7 " * 200, "nothing known", *(f"w{i} w{i + 1} w{i * 2}" for i in range(30))]
-
-
-def save_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def bert(folder: Path, labels: int) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=128, num_labels=labels, initializer_range=0.5,
-        **({"id2label": {0: "low", 1: "high"}, "label2id": {"low": 0, "high": 1}} if labels == 2 else {}),
-    )  # fmt: skip
-    model = transformers.BertForSequenceClassification(config).eval()
-    folder.mkdir()
-    model.save_pretrained(folder, safe_serialization=True)
-    save_tokenizer(folder)
-    return model
 
 
 def logits(model: Any, text: str) -> Any:
@@ -46,14 +23,14 @@ def logits(model: Any, text: str) -> Any:
 
 
 def test_a_regression_and_a_label(tmp_path: Path) -> None:
-    model = bert(tmp_path / "edu", 1)
+    model = save_bert(tmp_path / "edu", 1)
     scorer = Transformers(str(tmp_path / "edu"), max_tokens=128)
     scores = scorer.score(to_batch(TEXTS))[""]
     assert scores.tolist() == pytest.approx([float(logits(model, text)[0]) for text in TEXTS], abs=1e-5)
     assert scores.std() > 0.01
     alone = [scorer.score(to_batch([text]))[""][0] for text in TEXTS]
     np.testing.assert_array_equal(scores, alone)  # a score does not depend on the documents beside it
-    model = bert(tmp_path / "two", 2)
+    model = save_bert(tmp_path / "two", 2)
     high = Transformers(str(tmp_path / "two"), label="high", max_tokens=128).score(to_batch(TEXTS))[""]
     expected = [np.exp(x[1]) / np.exp(x).sum() for x in (logits(model, text) for text in TEXTS)]
     assert high.tolist() == pytest.approx(expected, abs=1e-5)
