@@ -18,6 +18,7 @@ from support import cluster, whole
 from support.calibration import scaled
 from support.s3_server import S3Server
 
+Expected = tuple[str, dict[str, bytes]]  # The dataset id and the files.
 KILLS = int(os.environ.get("FOREBAY_KILLS", "6"))
 JOBS = 10 if KILLS > 6 else 4
 
@@ -37,7 +38,7 @@ def environment(server: S3Server, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
+def expected(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Expected:
     """The dataset of a local run of one process: its id and its files."""
     out = tmp_path_factory.mktemp("local") / "out"
     id = finish(cluster.start(str(server.directory / "bucket/source"), str(out), 1, {}))
@@ -50,6 +51,11 @@ def finish(process: subprocess.Popen[str]) -> str:
     output = process.communicate()[0]
     assert process.returncode == 0, output
     return output.rpartition("id ")[2].strip()
+
+
+def run(name: str, environment: dict[str, str]) -> str:
+    """The id of a preparation from the bucket to the bucket."""
+    return finish(cluster.start("s3://bucket/source", f"s3://bucket/{name}", 2, environment))
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -65,21 +71,19 @@ def bucket(server: S3Server, name: str) -> Path:
 
 
 def test_a_bucket_has_the_same_bytes(
-    server: S3Server, environment: dict[str, str], tmp_path: Path, expected: tuple[str, dict[str, bytes]]
+    server: S3Server, environment: dict[str, str], tmp_path: Path, expected: Expected
 ) -> None:
-    first = finish(cluster.start("s3://bucket/source", "s3://bucket/out", 2, environment))
+    first = run("out", environment)
     assert first == expected[0] and files(bucket(server, "out")) == expected[1]
     assert not (bucket(server, "out") / ".work").exists()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing stays on the machine"
     server.requests.clear()
-    again = finish(cluster.start("s3://bucket/source", "s3://bucket/out", 2, environment))
+    again = run("out", environment)
     puts = [path for (method, path) in server.requests if method == "PUT" and "probe" not in path]
     assert again == first and not puts
 
 
-def test_jobs_of_an_array_share_the_tasks(
-    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]]
-) -> None:
+def test_jobs_of_an_array_share_the_tasks(server: S3Server, environment: dict[str, str], expected: Expected) -> None:
     """30 % of the jobs are killed, one begins late, and the call that writes the output is there from the start."""
     out = bucket(server, "array")
     jobs = {
@@ -107,9 +111,7 @@ def test_jobs_of_an_array_share_the_tasks(
     assert record["documents_in"] == 60 and not (out / ".work").exists()
 
 
-def test_an_array_over_a_shared_directory(
-    server: S3Server, tmp_path: Path, expected: tuple[str, dict[str, bytes]]
-) -> None:
+def test_an_array_over_a_shared_directory(server: S3Server, tmp_path: Path, expected: Expected) -> None:
     source, out = str(bucket(server, "source")), tmp_path / "out"
     jobs = [cluster.start(source, str(out), 1, {}, task=f"{index}/3") for index in range(3)]
     assert [finish(job) for job in jobs] == ["", "", ""] and not (out / "manifest.json").exists()
@@ -118,7 +120,7 @@ def test_an_array_over_a_shared_directory(
 
 
 def test_killed_at_any_moment_it_goes_on(
-    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]],
+    server: S3Server, environment: dict[str, str], expected: Expected,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Drivers, with all their workers, and workers alone; with listings that lack what has just been written."""
@@ -143,11 +145,11 @@ def test_killed_at_any_moment_it_goes_on(
         process.communicate()
     print(f"{kills} kills")
     assert kills >= 3
-    assert finish(cluster.start("s3://bucket/source", "s3://bucket/killed", 2, environment)) == expected[0]
+    assert run("killed", environment) == expected[0]
     assert files(out) == expected[1]
     # What a late listing hid from the removal goes with the next call, which does nothing else.
     server.faults.stale = 0.0
-    assert finish(cluster.start("s3://bucket/source", "s3://bucket/killed", 2, environment)) == expected[0]
+    assert run("killed", environment) == expected[0]
     assert files(out) == expected[1] and not (out / ".work").exists()
 
 
@@ -156,7 +158,7 @@ def _count(out):
 
 
 def test_a_server_that_is_busy_and_late_costs_few_requests(
-    server: S3Server, environment: dict[str, str], expected: tuple[str, dict[str, bytes]],
+    server: S3Server, environment: dict[str, str], expected: Expected,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def requests():
@@ -167,12 +169,12 @@ def test_a_server_that_is_busy_and_late_costs_few_requests(
         return counts.total() - counts["DELETE"]
 
     requests()
-    assert finish(cluster.start("s3://bucket/source", "s3://bucket/calm", 2, environment)) == expected[0]
+    assert run("calm", environment) == expected[0]
     calm = requests()
     monkeypatch.setattr(server.faults, "busy", 0.1)
     monkeypatch.setattr(server.faults, "stale", scaled(30))
     monkeypatch.setattr(server.faults, "bytes_per_s", 4e6)
-    assert finish(cluster.start("s3://bucket/source", "s3://bucket/busy", 2, environment)) == expected[0]
+    assert run("busy", environment) == expected[0]
     busy = requests()
     assert files(bucket(server, "busy")) == expected[1]
     print(f"{busy} requests of a busy server, {calm} of a calm one")

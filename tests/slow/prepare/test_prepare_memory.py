@@ -66,30 +66,19 @@ def peaks(folder: Path, source: Path, settings: dict) -> tuple[list[object], lis
         stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     result = {process.pid: 0}
-    others = set()  # processes that are known to be somebody else's
     with process:
         while process.poll() is None:
-            for path in {path for path in Path("/proc").iterdir() if path.name.isdigit()} - others:
-                if _session(path) == process.pid:
-                    result[int(path.name)] = max(result.get(int(path.name), 0), _peak(path))
-                else:
-                    others.add(path)
+            for pid in whole.session_members(process.pid):
+                result[pid] = max(result.get(pid, 0), _peak(pid))
             time.sleep(0.02)
         printed = process.stdout.read()
     assert process.returncode == 0
     return json.loads(printed), list(result.values())
 
 
-def _session(path):
+def _peak(pid):
     try:
-        return int((path / "stat").read_text().rpartition(")")[2].split()[3])
-    except (OSError, IndexError):
-        return -1
-
-
-def _peak(path):
-    try:
-        return 1024 * int((path / "status").read_text().partition("VmHWM:")[2].split()[0])
+        return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
     except (OSError, IndexError):
         return 0
 

@@ -20,6 +20,7 @@ from support.outputs import hashes
 
 pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
+Expected = tuple[str, dict[str, str]]  # The dataset id and the hashes of the files.
 KILLS = int(os.environ.get("FOREBAY_PREPARE_KILLS", "4"))
 PHASES = ("text", "dedup", "tokenizer", "encode", "shuffle", "slice")
 NAMED_BY_PATH = (".inputs.json", "report.html", "rejects.jsonl", "contamination.jsonl")
@@ -36,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(base: Path) -> tuple[str, dict[str, str]]:
+def expected(base: Path) -> Expected:
     """The dataset id and the files that one process makes."""
     result = whole.run(base / "in", base / "one", 1)
     created, report = hashes(base / "one"), load_report(base / "one/report.html")
@@ -49,23 +50,23 @@ def expected(base: Path) -> tuple[str, dict[str, str]]:
     return result, created | {".ids": hashes(base)["one.ids"]}
 
 
-def check(out: Path, result: str, expected: tuple[str, dict[str, str]]) -> None:
+def check(out: Path, result: str, expected: Expected) -> None:
     created = hashes(out) | {".ids": hashes(out.parent)[f"{out.name}.ids"]}
     assert {name for name in expected[1] | created if created.get(name) != expected[1].get(name)} == set()
     assert result == expected[0]
 
 
-def test_another_number_of_processes(base: Path, expected: tuple[str, dict[str, str]]) -> None:
+def test_another_number_of_processes(base: Path, expected: Expected) -> None:
     check(base / "by3", whole.run(base / "in", base / "by3", 3, PYTHONHASHSEED="3"), expected)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray(base: Path, expected: tuple[str, dict[str, str]]) -> None:
+def test_ray(base: Path, expected: Expected) -> None:
     out = base / "ray"
     check(out, whole.run(base / "in", out, 2, "ray", RAY_USAGE_STATS_ENABLED="0"), expected)
 
 
-def test_another_place_of_the_same_input(base: Path, expected: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_another_place_of_the_same_input(base: Path, expected: Expected, tmp_path: Path) -> None:
     shutil.copytree(base / "in", tmp_path / "in")
     shutil.copy(base / whole.EXAM, tmp_path)
     if (base / whole.MODEL).exists():
@@ -78,7 +79,7 @@ def test_another_place_of_the_same_input(base: Path, expected: tuple[str, dict[s
         assert str(tmp_path) not in path.read_text()
 
 
-def test_workers_that_die(base: Path, expected: tuple[str, dict[str, str]]) -> None:
+def test_workers_that_die(base: Path, expected: Expected) -> None:
     out = base / "unlucky"
     done = subprocess.run(
         whole.command(base / "in", out, 2), capture_output=True, text=True,
@@ -115,7 +116,7 @@ def kill_in(phase: str, command: list[str], how: signal.Signals, rng: random.Ran
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds left-over processes in /proc")
-def test_killed_in_every_phase(base: Path, expected: tuple[str, dict[str, str]]) -> None:
+def test_killed_in_every_phase(base: Path, expected: Expected) -> None:
     out, rng, kills = base / "killed", random.Random(KILLS), 0
     phases = [*PHASES] * (KILLS // len(PHASES) + 1)
     for number, phase in enumerate(sorted(rng.sample(phases, KILLS), key=PHASES.index)):
@@ -126,7 +127,7 @@ def test_killed_in_every_phase(base: Path, expected: tuple[str, dict[str, str]])
     assert not (out / ".work").exists()
 
 
-def test_a_disk_that_is_full_again_and_again(base: Path, expected: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+def test_a_disk_that_is_full_again_and_again(base: Path, expected: Expected, tmp_path: Path) -> None:
     reached = []
     with small_disk(tmp_path / "small", 600_000) as disk:
         out = disk / "d"
