@@ -103,7 +103,7 @@ FAILURES = {
     "a crawl without pages": ("bad.warc", NO_PAGES, "expected responses", 1),
     "gzip damaged in the middle": ("bad.jsonl.gz", damaged(gzip.compress(LINES)), "damaged gz", HALF),
     "gzip that is cut": ("bad.jsonl.gz", gzip.compress(LINES)[:-9], "ends early", 0),
-    "the rest given up": ("bad.jsonl", GOOD_ROW * 10 + BAD_ROW * 1500 + GOOD_ROW * 2000, "the rest is left out", 0.9),
+    "the rest given up": ("bad.jsonl", GOOD_ROW * 10 + BAD_ROW * 150 + GOOD_ROW * 200, "the rest is left out", 0.9),
 }  # fmt: skip
 
 
@@ -111,7 +111,8 @@ FAILURES = {
 def test_an_input_that_fails_is_told_everywhere_and_counts_by_its_bytes(
     way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.formats.inputs._BUFFER_BYTES", 8 << 10)  # to which what is missing is known
+    monkeypatch.setattr("forebay.formats.inputs._BUFFER_BYTES", 1 << 10)  # to which what is missing is known
+    monkeypatch.setattr("forebay.prepare.inputs.MAX_MALFORMED", 100)
     name, data, reason, share = FAILURES[way]
     source, out = tmp_path / "in", tmp_path / "out"
     (source / "sub").mkdir(parents=True)
