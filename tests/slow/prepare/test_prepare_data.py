@@ -257,7 +257,7 @@ def tfrecord_told(path: Path, key: str) -> Reported:
 
 
 @pytest.mark.parametrize(
-    "kind, told, key, documents, read",
+    "kind, read_alone, key, documents, read",
     [
         ("warc", warc_told, "", None, {}),
         ("text", text_told, "", None, {}),
@@ -273,10 +273,10 @@ def tfrecord_told(path: Path, key: str) -> Reported:
         ("tfrecord", tfrecord_told, "x_byte_seq", 4, {}),
     ],
 )
-def test_a_format(tmp_path: Path, kind: str, told: Callable, key: str, documents: Any, read: dict) -> None:
+def test_a_format(tmp_path: Path, kind: str, read_alone: Callable, key: str, documents: Any, read: dict) -> None:
     if kind == "warc":
         pytest.importorskip("warcio")
-    reported = {path: told(path, *([key] if key else [])) for path in files(kind)}
+    reported = {path: read_alone(path, *([key] if key else [])) for path in files(kind)}
     counts = [len(message.ids) for message in reported.values()]
     assert documents in (None, sum(counts), counts)
     if kind == "webdataset":
