@@ -74,7 +74,7 @@ def work(settings: dict[str, Any]) -> None:
         for batch in loader:
             time.sleep(len(batch) / settings["speed"])
     stats = loader.stats()
-    counts = {"samples": stats["samples"], "fetched": stats["fetched_slices"], "wasted": stats["wasted_samples"]}
+    counts = {"samples": stats["samples"], "fetched": stats["slices_opened"], "wasted": stats["wasted_samples"]}
     print(json.dumps({**counts, "wait_share": stats["wait_s"] / (stats["wait_s"] + stats["busy_s"])}), flush=True)
 
 

@@ -1,9 +1,10 @@
 """Client side of a swarm: asks a tracker which slices to download from which peer, and serves what is here.
 
-`reader_state` decides what to send and what follows from a reply; this module has the thread and the requests.
-`forebay.fetch` downloads. Cost: a request per slice or two (about 300 bytes), and one every 0.2 s while all wait.
+`forebay.fetch` downloads and verifies the bytes, and replaces slow providers. Cost: a request per slice or two (about
+300 bytes), and one every 0.2 s while all wait.
 """
 
+import itertools
 import logging
 import secrets
 import threading
@@ -11,28 +12,40 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from forebay.arrays import BOOL
+import numpy as np
+from pydantic import ValidationError
+
+from forebay.arrays import BOOL, I64
 from forebay.closing import Closing
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.engine import NoProviderError, TransferCancelledError
 from forebay.network.client import Client
+from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import PeerSource
 from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, PermanentError, read_small
-from forebay.storage.hosts import parse_address
+from forebay.storage.hosts import check_url, parse_address, parse_peer_address
 from forebay.storage.origins import RemoteDataset
-from forebay.swarm.reader_state import Body, SwarmReaderState, TrackerClient
+from forebay.swarm.members import format_ranges
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
+from forebay.swarm.trackers import TrackerClient
 from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
 _MAX_SMALL_BYTES = 1 << 30  # of a dataset's small files together, which are kept in memory
-_MAX_FAULTS = 2  # of a provider, in a row, before another one is asked for
+MAX_WANTED = 4096
+"""Missing slices in one request."""
+BUSY_S = 2.0
+_HAVE_S = 10.0
+_UNANSWERED_S = 0.5
+_REFUSED_S = 10.0
+Body: TypeAlias = dict[str, Any]
 _MAX_SHARE_AGE_S, _MAX_TRACKER_AGE_S = 15.0, 3.0  # of the claims of data nodes
 
 
@@ -56,6 +69,8 @@ class SliceProvider:
 @dataclass(eq=False)
 class SwarmReader:
     """Asks trackers, as a member of a dataset's swarm, who sends which slice; from construction until `close`.
+
+    One request at a time tells the tracker what happened since the last one.
 
     Args:
         trackers: Looks up trackers, origins first; called when one is needed.
@@ -81,17 +96,18 @@ class SwarmReader:
     def __post_init__(self) -> None:
         share = self.share
         self._session = share.session if share is not None else secrets.token_hex(8)
-        address = share.address if share is not None else ""
-        self._state = SwarmReaderState(
-            time.monotonic(), session=self._session, address=address, downloads=self.downloads,
-            patience_s=self.timeout_s,
-        )  # fmt: skip
-        self._changed = threading.Condition()  # guards the state and the fields below
-        self._sources: dict[int, tuple[Provider, Origin, list[NetworkError]]] = {}  # with their faults
-        self._requested: set[int] = set()
+        self._address = share.address if share is not None else ""
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: set[int] = set()  # requested slices that nobody sends now
+        self._sources: dict[int, tuple[Provider, Origin]] = {}
         self._given_up: dict[int, PermanentError] = {}  # until they are released
-        self._closed = False
-        own = Provider(share.identity.peer_id, address, False) if share is not None else None
+        self._refused: dict[int, tuple[PermanentError, float]] = {}  # why the last provider was not asked; since when
+        self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
+        self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}  # for the next request
+        self._reported: BOOL | None = None  # the slices that the tracker knows of
+        self._reported_at, self._good_at = float("-inf"), time.monotonic()
+        self._is_due = self._closed = False
+        own = Provider(share.identity.peer_id, self._address, False) if share is not None else None
         self._tracker = TrackerClient(self.client, self.dataset_id, self.trackers, own)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
@@ -110,44 +126,53 @@ class SwarmReader:
                 raise self._given_up[index]
             if index in self._sources:
                 return self._sources[index][1]
-            if index not in self._requested:
-                self._requested.add(index)
-                self._state.want(index, time.monotonic())
-                self._changed.notify_all()
+            if index not in self._waiting:
+                self._waiting.add(index)
+                self._notify()
         raise NoProviderError(f"{name}: no tracker has named a provider yet")
 
+    def _notify(self) -> None:
+        """Have a request sent now. With the lock held."""
+        self._is_due = True
+        self._changed.notify_all()
+
     def failed(self, index: int, source: Origin, error: NetworkError) -> bool:
-        """A request to the provider of a slice failed; return whether another one is asked for."""
-        wrong = isinstance(error, (IntegrityError, ProtocolError))
+        """A request to the provider of a slice failed; another one is asked for."""
         with self._changed:
-            provider, own, faults = self._sources.get(index, (None, None, []))
-            faults.append(error)
-            if own is not source or provider is None:
-                return True
-            if not wrong and not isinstance(error, PermanentError) and len(faults) < _MAX_FAULTS:
-                return False
-            del self._sources[index]
-            log.info("slice %s from %s: %s", self.table.row(index).name, provider.address, error)
-            self._state.ended(index, provider, error, time.monotonic(), wrong=wrong)
-            self._changed.notify_all()
+            provider, own = self._sources.get(index, (None, None))
+            if own is source and provider is not None:
+                del self._sources[index]
+                log.info("slice %s from %s: %s", self.table.row(index).name, provider.address, error)
+                self._report_failure(index, provider, error)
         return True
+
+    def _report_failure(self, index: int, provider: Provider, error: NetworkError) -> None:
+        is_wrong = isinstance(error, (IntegrityError, ProtocolError))
+        self._updates["failed"].append({"index": index, "member": provider.peer_id, "wrong": is_wrong})
+        self._counts["failed"] += 1
+        if isinstance(error, PermanentError):
+            self._refused.setdefault(index, (error, time.monotonic()))
+        self._waiting.add(index)
+        self._notify()
 
     def release(self, index: int, is_complete: bool) -> None:
         """Nothing more is read of a slice now; `is_complete`: it is here, verified."""
         with self._changed:
-            self._requested.discard(index)
+            self._waiting.discard(index)
             self._given_up.pop(index, None)
-            self._state.withdraw(index)
-            provider, *_ = self._sources.pop(index, (None,))
+            self._refused.pop(index, None)
+            provider, _ = self._sources.pop(index, (None, None))
             if provider is not None:
-                error = None if is_complete else TransferCancelledError(self.table.row(index).name)
-                self._state.ended(index, provider, error, time.monotonic(), cancelled=True)
-                self._changed.notify_all()
+                self._good_at = time.monotonic()
+                self._updates["finished" if is_complete else "dropped"].append(index)
+                if is_complete:
+                    self._counts["from_origins" if provider.is_origin else "from_peers"] += 1
+                self._notify()
 
     def stats(self) -> dict[str, int]:
         """Return slices by origin, and failures."""
         with self._changed:
-            return dict(self._state.counts)
+            return dict(self._counts)
 
     def close(self) -> None:
         """Leave the swarm. May be called twice."""
@@ -165,76 +190,123 @@ class SwarmReader:
         while not self._closed:
             self._give_up()  # first, so that requests end even if those below fail
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._state.is_request_due, wait_s)
+                self._changed.wait_for(lambda: self._closed or self._is_due, wait_s)
             if not self._closed:
                 wait_s = self._request()
         self._tracker.leave({"session": self._session})
 
     def _request(self) -> float:
         """Send one request and note the named providers; return the maximum wait until the next, in seconds."""
-        flags = self.own_flags() if self._state.is_have_due(time.monotonic()) else None
+        now = time.monotonic()
+        is_told = not self._address or (self._reported is not None and now - self._reported_at <= _HAVE_S)
+        flags = None if is_told else self.own_flags()
         with self._changed:
-            body = self._state.request(time.monotonic(), flags)
+            num = max(0, self.downloads - len(self._sources))
+            requested = np.array(sorted(itertools.islice(self._waiting, MAX_WANTED)), np.int64)
+            body: Body = {
+                "session": self._session, "address": self._address, "want": format_ranges(requested), "num": num,
+                **{name: items[:MAX_SWARM_ITEMS] for name, items in self._updates.items()},
+            }  # fmt: skip
+            self._updates = {name: items[MAX_SWARM_ITEMS:] for name, items in self._updates.items()}
+            self._is_due = any(self._updates.values())
+            if flags is not None:
+                if self._reported is None or not np.array_equal(flags, self._reported):
+                    self._introduce(body, flags)
+                self._reported_at = now
+        reply: Body | None = None
         try:
-            reply = self._tracker.request(body, self._introduce)
-        except BaseException:
-            with self._changed:
-                self._state.unanswered(body)
-            raise
+            reply = self._tracker.request(body, lambda body: self._introduce(body, self.own_flags()))
+        finally:
+            if reply is None:  # the next request says it again
+                with self._changed:
+                    self._updates = {name: body[name] + items for name, items in self._updates.items()}
+                    self._reported = None
+        if reply is None:
+            return _UNANSWERED_S
         try:
-            with self._changed:
-                if reply is None:
-                    return self._state.unanswered(body)
-                assigned, sharers, wait_s = self._state.receive(reply, time.monotonic(), self._tracker.current)
+            wait_s = self._receive(reply, requested)
         except ProtocolError as error:
             log.warning("swarm of %s: a tracker's reply is malformed: %s", self.dataset_id[:12], error)
             self._tracker.drop_current()
             return 0.05
+        return wait_s if num > 0 else max(wait_s, BUSY_S)
+
+    def _introduce(self, body: Body, flags: BOOL) -> None:
+        """Tell a tracker that may not know it what this reader has."""
+        if "have" not in body and self._address:
+            body["have"] = format_ranges(np.flatnonzero(flags))
+            self._reported = flags
+
+    def _receive(self, reply: Body, requested: I64) -> float:
+        """Note the providers of a reply; return how long to wait.
+
+        ProtocolError if it is malformed; then none is noted.
+        """
+        try:
+            message = SwarmReply.model_validate(reply)
+        except ValidationError as error:
+            text = f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
+            raise ProtocolError(text) from error
+        named = {item.index: _provider_of(item) for item in message.assignments}
+        assigned = {index: provider for index, provider in named.items() if index in requested}
+        sharers = [_provider_of(sharer) for sharer in message.sharers]
+        opened = {index: self._open(index, provider) for index, provider in assigned.items()}
         self._tracker.add_sharers(sharers)
-        for index, provider in assigned:
-            self._assign(index, provider)
+        tracker = self._tracker.current
+        with self._changed:
+            if assigned or sharers or (tracker is not None and tracker.is_origin):
+                self._good_at = time.monotonic()  # a provider may be available; a reader that is alone has none
+            for index, provider in assigned.items():
+                source = opened[index]
+                if index not in self._waiting:
+                    self._updates["dropped"].append(index)
+                elif isinstance(source, NetworkError):
+                    self._report_failure(index, provider, source)
+                else:
+                    self._waiting.discard(index)
+                    self._sources[index] = provider, source
+            if message.tell_have:
+                self._reported = None
         if assigned:
             self.on_change()
-        return wait_s
+        return 0.0 if message.tell_have else min(10.0, max(0.02, message.wait_s))
 
-    def _introduce(self, body: Body) -> None:
-        if "have" not in body and body["address"]:
-            flags = self.own_flags()
-            with self._changed:
-                self._state.introduce(body, flags)
-
-    def _assign(self, index: int, provider: Provider) -> None:
-        info = self.table.row(index)
+    def _open(self, index: int, provider: Provider) -> Origin | NetworkError:
+        sha256 = self.table.row(index).sha256
+        if not provider.is_url:
+            return PeerSource(self.client, node_of(provider.peer_id), provider.address, lambda name: sha256)
         try:
-            source: Origin = PeerSource(
-                self.client, node_of(provider.peer_id), provider.address, lambda name: info.sha256
-            )
-            if provider.is_url:
-                if self.open_url is None:
-                    raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
-                source = self.open_url(provider.address)
+            if self.open_url is None:
+                raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
+            return self.open_url(provider.address)
         except NetworkError as error:
             if isinstance(error, ProtocolError):  # a URL that no data node claims
                 self._tracker.drop_current()
-            with self._changed:
-                self._state.ended(index, provider, error, time.monotonic())
-            return
-        with self._changed:
-            if index in self._requested:
-                self._sources[index] = provider, source, []
-            else:
-                self._state.ended(index, provider, TransferCancelledError(info.name), time.monotonic(), cancelled=True)
+            return error
 
     def _give_up(self) -> None:
+        """Fail the requests whose provider cannot be asked, for ten seconds, or whose slice no peer can serve."""
         with self._changed:
-            for index, error in self._state.give_up(time.monotonic()):
-                self._given_up[index] = error or PermanentError(
-                    f"slice {self.table.row(index).name}: no provider of {self.dataset_id[:12]}… was available for "
-                    f"{self.timeout_s:.0f} s. Start a data node that has it (forebay serve)."
-                )
+            now = time.monotonic()
+            is_late = not self._sources and now - self._good_at >= self.timeout_s
+            for index in list(self._waiting):
+                refusal, since = self._refused.get(index, (None, now))
+                if is_late or now - since > _REFUSED_S:
+                    self._waiting.discard(index)
+                    self._updates["dropped"].append(index)
+                    self._given_up[index] = refusal or PermanentError(
+                        f"slice {self.table.row(index).name}: no provider of {self.dataset_id[:12]}… was available for "
+                        f"{self.timeout_s:.0f} s. Start a data node that has it (forebay serve)."
+                    )
             has_given_up = bool(self._given_up)
         if has_given_up:
             self.on_change()
+
+
+def _provider_of(reply: ProviderReply) -> Provider:
+    """The provider that a reply names; ProtocolError if its address is neither `host:port` nor a URL."""
+    (check_url if "://" in reply.address else parse_peer_address)(reply.address)
+    return Provider(reply.member[:2048], reply.address, reply.is_origin)
 
 
 class SwarmMember(Closing):

@@ -180,7 +180,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The data node gives the small files; the slices lie on a web server of this host."""
-    monkeypatch.setattr("forebay.swarm.reader_state._REFUSED_S", 0.01)
+    monkeypatch.setattr("forebay.swarm.reader._REFUSED_S", 0.01)
     table, url = LocalDiscovery(), "forebay://test-network/corpus"
     served = open_remote(f"{web.url}/corpus")
     with DataNode(make_identity("data"), [served], "127.0.0.1", 0, table):

@@ -18,79 +18,17 @@ from forebay.network.client import RemoteError
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
 from forebay.storage.base import Origin, PermanentError, TransientError
+from forebay.swarm import reader as swarm_reader
 from forebay.swarm.reader import SwarmReader
-from forebay.swarm.reader_state import SwarmReaderState, TrackerClient
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
+from forebay.swarm.trackers import TrackerClient
 from support import cached
 from support.waiting import until
 
 ORIGIN = Provider("origin", "127.0.0.1:1", True)
 DATA = bytes(range(250)) * 40
 TABLE = SliceTable.from_rows([SliceInfo(0, "0.safetensors", len(DATA), cached.info_of(DATA, 1 << 16).sha256, 10, 1)])
-
-
-def assigning(*indexes: int, **more: Any) -> dict:
-    holder = {"member": "origin", "peer_id": "origin", "address": "127.0.0.1:1", "is_origin": True}
-    return {"assignments": [{"index": index, **holder} for index in indexes], "wait_s": 0.2, **more}
-
-
-def started(state: SwarmReaderState, now: float, *indexes: int) -> list[int]:
-    state.request(now, None)
-    return [index for index, _ in state.receive(assigning(*indexes), now)[0]]
-
-
-def test_updates_are_sent_again_until_a_tracker_answers_and_only_wanted_slices_begin() -> None:
-    state = SwarmReaderState(0.0, address="127.0.0.1:9", downloads=2)
-    state.want(1, 0.0)
-    assert state.is_have_due(0.0)
-    assert state.request(0.0, np.array([True, False, False]))["have"] == "0"
-    assert [index for index, _ in state.receive(assigning(1, 2), 0.0)[0]] == [1]
-    assert state.ended(1, ORIGIN, None, 1.0) and state.is_request_due
-    body = state.request(1.0, None)
-    assert body["finished"] == [1] and body["num"] == 2 and not state.is_request_due
-    assert state.unanswered(body) > 0 and state.is_request_due and state.is_have_due(1.0)
-    assert state.request(2.0, np.array([True, True, False]))["finished"] == [1]
-
-
-def test_a_fetch_that_failed_is_wanted_again_and_its_holder_named() -> None:
-    state = SwarmReaderState(0.0)
-    for index in range(3):
-        state.want(index, 0.0)
-    assert started(state, 0.0, 0, 1, 2) == [0, 1, 2]
-    assert not state.ended(0, ORIGIN, NetworkError("gone"), 1.0)
-    assert not state.ended(1, ORIGIN, ProtocolError("nonsense"), 1.0)
-    assert state.ended(2, ORIGIN, NetworkError("given up"), 1.0, cancelled=True)
-    body = state.request(1.0, None)
-    wrong = {item["index"]: item["wrong"] for item in body["failed"]}
-    assert wrong == {0: False, 1: True} and body["dropped"] == [2] and body["want"] == "0-1"
-
-
-def test_requests_without_a_provider_are_given_up() -> None:
-    state = SwarmReaderState(0.0, patience_s=30.0)
-    state.want(0, 0.0)
-    state.want(1, 0.0)
-    assert started(state, 0.0, 0) == [0]
-    refusal = PermanentError("a URL that is not opened")
-    assert not state.ended(0, ORIGIN, refusal, 1.0)
-    assert state.give_up(9.0) == [] and state.give_up(11.0) == [(0, refusal)]
-    assert state.give_up(30.0) == [] and state.give_up(31.0) == [(1, None)]
-    assert not state.missing and state.give_up(99.0) == []
-
-
-@pytest.mark.parametrize(
-    "reply", [{"wait_s": float("nan")}, {"assignments": 3}, assigning(-1), {"sharers": [{}]}, {"sharers": [None]}]
-)
-def test_a_malformed_reply_changes_nothing(reply: dict) -> None:
-    state = SwarmReaderState(0.0)
-    state.want(0, 0.0)
-    state.request(0.0, None)
-    with pytest.raises(ProtocolError):
-        state.receive(reply, 0.0)
-    assert state.missing == {0: 0.0} and not state.running
-
-
-# Trackers.
 
 
 class StubClient:
@@ -201,12 +139,48 @@ HOLDER = json.loads('{"index": 7, "member": "m", "peer_id": "p", "address": "127
 GOOD = json.loads('{"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": false}')
 
 
-def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(tmp_path: Path) -> None:
-    nonsense = {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://"}]}
-    client = StubClient({RUDE.address: lambda body: nonsense, HONEST.address: honest_tracker()})
+@pytest.mark.parametrize("nonsense", [
+    {"assignments": [{**HOLDER, "index": 0, "address": "https://"}]}, {"wait_s": float("nan")}, {"assignments": 3},
+    {"assignments": [{**HOLDER, "index": -1}]}, {"sharers": [{}]}, {"sharers": [None]},
+])  # fmt: skip
+def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(nonsense: dict) -> None:
+    client = StubClient({RUDE.address: lambda body: {**GOOD, **nonsense}, HONEST.address: honest_tracker()})
     with closing(reading(client)) as reader:
         assert named(reader).url.endswith(ORIGIN.address)
         assert client.requests.count((RUDE.peer_id, RUDE.address)) == 1
+
+
+def test_what_happened_is_reported_until_a_tracker_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures with the provider, and if its bytes were wrong; the slice is wanted again; then that it is here."""
+    monkeypatch.setattr(swarm_reader, "_UNANSWERED_S", 0.01)
+    monkeypatch.setattr("forebay.swarm.trackers._DEAD_S", 0.0)
+    bodies, honest = [], honest_tracker()
+
+    def answer(body):
+        bodies.append(body)
+        return honest(body) if len(bodies) % 3 else None
+
+    with closing(reading(StubClient({RUDE.address: answer, HONEST.address: answer}))) as reader:
+        faults = [NetworkError("gone"), ProtocolError("nonsense")]
+        for fault in faults:
+            reader.failed(0, named(reader), fault)
+        assert not isinstance(named(reader), NetworkError)
+        reader.release(0, True)
+        until(lambda: any(body.get("finished") for body in bodies))
+    reported = [(item["member"], item["wrong"]) for body in bodies for item in body.get("failed", [])]
+    assert list(dict.fromkeys(reported)) == [("origin", False), ("origin", True)]
+    assert all(body["want"] == "0" for body in bodies if body.get("failed"))
+
+
+def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarm_reader, "_REFUSED_S", 0.0)
+    url = {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://example.org/data"}]}
+
+    def refuse(url):
+        raise PermanentError("not allowed")
+
+    with closing(reading(StubClient({RUDE.address: lambda body: url}), open_url=refuse)) as reader:
+        assert str(named(reader)) == "not allowed"
 
 
 @pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
