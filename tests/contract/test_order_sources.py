@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("libtorrent")
 
+from forebay import DocumentSubset
 from forebay.errors import StateError, UsageError
 from support.order_sources import (
     GLOBAL_BATCH,
@@ -52,15 +53,21 @@ CASES = {
 JOBS = {
     "epochs": {"epochs": EPOCHS},
     "best_fit": {"packing": "best_fit"},
+    "filter": {"documents": DocumentSubset(**FILTER)},
+    "filter_best_fit": {"documents": DocumentSubset(**FILTER), "packing": "best_fit"},
     "train": {"split": "train", "validation_fraction": FRACTION},
 }
 REFUSED = {
-    ("lease", "filter"): r"documents=Doc.* is not supported with scheduler=.*leave it out",
-    ("lease", "filter_best_fit"): r"documents=Doc.* is not supported with scheduler=.*leave it out",
+    # Every sample of an epoch is leased until it is used. The ends of workers' leases are short batches: only the
+    # workers' speed could say which samples they leave out, and the ledger would miss these.
     ("lease", "drop_last"): "drop_last=True is not supported with scheduler=.*Leave it out",
+    # Workers step apart, each with batches of batch_size: no step has a global batch.
     ("lease", "growing"): r"global_batch_size=\[\[0, .* is not supported with scheduler=.*Leave it out",
+    # A rank has the share of each dataset that its slices are, whatever the weights are.
     ("owned", "mixture"): r"dataset=Mixture.* is not supported with assignment='owned'. Use assignment='global'",
+    # A rank spreads its samples evenly over the steps of an epoch: no batch is shorter than others by more than one.
     ("owned", "drop_last"): "drop_last=True is not supported with assignment='owned'. Use assignment='global'",
+    # And so its batches follow from the steps of an epoch, and not from the size at a step.
     ("owned", "growing"): r"global_batch_size=\[\[0, .* with assignment='owned'. Use assignment='global'",
 }
 
@@ -194,6 +201,7 @@ LEASED = {
     "scheduler: expected 'host:port' or 'auto', got": {"scheduler": {"x": "127.0.0.1:1"}},
     "seq_len: expected that of the job web, 16, got 8. Change the Loader's arguments, or start a job": {"seq_len": 8},
     "packing: expected that of the job web, 'concat', got 'best_fit'. Change": {"packing": "best_fit"},
+    "documents: expected that of the job web, None, got .*Change": {"samples": {"documents": FILTER}},
     "split: expected that of the job web, None, got .*Change": {
         "split": "train", "samples": {"validation_fraction": FRACTION}
     },

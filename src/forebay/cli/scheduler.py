@@ -4,6 +4,8 @@ import contextlib
 import threading
 import urllib.parse
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,26 @@ from forebay.toml import parse_settings
 
 
 def _schedule(args: Namespace) -> None:
+    from forebay.load.packing import DocumentSubset
     from forebay.network.client import Client
     from forebay.network.limits import parse_limits
     from forebay.scheduler.server import LIMITS, SchedulerService
 
     limits = parse_limits(LIMITS, args.limit)
     samples = parse_settings(args.samples)
-    names = ("packing", "split", "validation_fraction")
+    of_subset = ("min_tokens", "max_tokens", "exclude")
+    names = ("packing", "split", "validation_fraction", *of_subset)
     if wrong := sorted(set(samples) - set(names)):
         raise UsageError(f"--samples: expected settings of {', '.join(names)}, got {', '.join(wrong)}.")
     if not isinstance(samples.get("validation_fraction", 0.0), (int, float)):
         raise UsageError(
             f"--samples: expected a number as validation_fraction, got {samples['validation_fraction']!r}."
         )
+    if subset := {name: samples.pop(name) for name in of_subset if name in samples}:
+        make: Callable[..., DocumentSubset] = DocumentSubset
+        if "exclude" in subset:
+            make = partial(DocumentSubset.from_file, str(subset.pop("exclude")))
+        samples["documents"] = make(**subset)
     stop, started = stop_event(), threading.Event()
     with joined_network(args, stop) as (identity, discovery):
         host, port = listening_address(args, discovery)
@@ -126,7 +135,8 @@ def add_verbs(verb: Any, group: Any) -> None:
     add_from_urls(p)
     p.add_flag("--standby", "wait until the scheduler on --state ends, then take over")
     p.add("--seq-len", "tokens per sample", type=positive, default=1024, metavar="L")
-    p.add_list("--samples", "KEY=VALUE", "packing=best_fit, split=train, validation_fraction=F; may be repeated")
+    about = "packing=best_fit, split=train, validation_fraction=F, min_tokens=N, max_tokens=N, exclude=FILE; repeatable"
+    p.add_list("--samples", "KEY=VALUE", about)
     p.add("--epochs", "passes over the dataset", type=positive, default=1)
     p.add("--seed", "seed of the order", type=int, default=0, metavar="N")
     p.add("--lease-timeout", "silence until a worker's leases expire", type=seconds, default=30.0)

@@ -205,10 +205,10 @@ def _open_jobs(config: LoaderConfig) -> dict[str, LeaseJob]:
 
 
 def _check_job(job: LeaseJob, index: SampleIndex) -> None:
-    """Raise UsageError for samples that are not the job's: it decides seed, epochs, seq_len, packing and split."""
-    info = {"packing": "concat", "split": None, **job.info}
+    """Raise UsageError for samples that are not the job's: it decides seq_len, packing, documents and split."""
+    info = {"packing": "concat", **job.info}
     own = index.describe() | {"seq_len": index.seq_len, "num_samples": index.num_samples}
-    for name in ("seq_len", "packing", "split", "num_samples"):
+    for name in ("seq_len", "packing", "documents", "split", "num_samples"):
         if own[name] != info.get(name) and (name != "seq_len" or index.layout == "tokens"):
             raise UsageError(
                 f"{name}: expected that of the job {job.name}, {info.get(name)!r}, got {own[name]!r}. Change the "

@@ -244,10 +244,13 @@ class LoaderConfig:
         if self.scheduler is not None:
             _ = self.schedulers  # Checks them.
             wrong = ["rank", "world_size", "global_batch_size", "drop_last", "order", "readahead_bytes", "keep"]
-            advice = "Each process takes leases of its own, in the order in which they are granted. Leave it out."
+            advice = (
+                "Each process takes leases of its own, as they are granted, for batches of batch_size= samples until "
+                "none is left; a short batch says so by its weight. Leave it out."
+            )
             _refuse(wrong, own, "scheduler=", advice)
             advice = "The job decides this: leave it out, or start another job."
-            _refuse(["seed", "epochs", "shuffle", "documents"], own, "scheduler=", advice)
+            _refuse(["seed", "epochs", "shuffle"], own, "scheduler=", advice)
         sizes = batch_sizes(self.batch_size, self.global_batch_size, 1)
         if self.is_owned:
             wrong = ["drop_last", *["dataset"] * (self.mixture is not None)]

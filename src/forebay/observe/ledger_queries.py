@@ -174,7 +174,7 @@ def _documents_of(
 
 def _check_plain(job: Job) -> None:
     """Raise UsageError for samples that are no consecutive tokens of whole slices."""
-    for name in ("packing", "split"):
+    for name in ("packing", "documents", "split"):
         if value := job.body.get(name):
             raise UsageError(
                 f"blame: expected a job without {name}, got {value!r}: its samples are not tokens by their number. "

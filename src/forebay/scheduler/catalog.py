@@ -102,7 +102,7 @@ class Catalog:
         name, dataset_id: Of the dataset; the id is "" where the name stands for one.
         seq_len: Tokens of a sample; not used for rows.
         settings: Further fields of `JobSpec`.
-        samples: Packing, split and validation fraction, as `load.samples.plan_samples` has them.
+        samples: Packing, documents, split and validation fraction, as `load.samples.plan_samples` has them.
         store: Where the manifest and table are stored.
         publishers: Peer ids; only datasets that one of them signed count. Without any all do.
     """
@@ -143,7 +143,7 @@ class Catalog:
         self.manifest, self.table = files
         self._family = next(iter(ancestors(self.manifest.lineage)), "")
         index = self._index_samples(started)
-        self.identity = {name: index.describe()[name] for name in ("packing", "split")}  # of the job's samples
+        self.identity = index.describe()  # of the job's samples
         self._first_ids = index.bases + index.offsets
         skipped = np.diff(np.append(0, self._first_ids - (index.counts.cumsum() - index.counts)))
         # How many ids a split skips before each slice, as runs.

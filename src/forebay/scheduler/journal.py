@@ -45,16 +45,17 @@ CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, events BLOB NOT 
 _SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 # Faults of the disk (full, unreadable, read-only): the contents of the file may be intact.
 _DISK_FAULTS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-_IDENTITY = ("name", "dataset_id", "layout", "seq_len", "seed", "samples_per_slice", "packing", "split", "scheduler")
+_SAMPLES = ("seq_len", "seed", "samples_per_slice", "packing", "documents", "split")
+_IDENTITY = ("name", "dataset_id", "layout", *_SAMPLES, "scheduler")
 
 
 def job_body(spec: JobSpec, **fields: Any) -> dict[str, Any]:
     """The body of the first entry of a job's ledger.
 
-    `fields` are seq_len, layout and the scheduler's key; packing unless it is `concat`; the split if there is one, and
-    how many sample ids it skips before each slice.
+    `fields` are seq_len, layout and the scheduler's key; packing unless it is `concat`; the digest of a document
+    subset; the split if there is one, and how many sample ids it skips before each slice.
     """
-    defaults = {"packing": "concat", "split": None, "skipped_samples": None}
+    defaults = {"packing": "concat", "documents": None, "split": None, "skipped_samples": None}
     fields = {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
     dataset = {"dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples)}
     return {"name": spec.name, **dataset, "seed": spec.seed, "epochs": spec.epochs, **fields}

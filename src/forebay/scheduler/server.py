@@ -26,6 +26,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
+from forebay.load.packing import DocumentSubset
 from forebay.network.app import ApiError, JsonResponse, Metric, file_response, make_app, peer_of, role, source_of
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
@@ -75,7 +76,7 @@ class SchedulerService:
         rediscover_s: Interval at which providers are looked up.
         publishers: Peer ids; a dataset is only scheduled if one of them signed it. Without any all are.
         standby: `start` waits until the scheduler that runs on the state directory stops or dies.
-        packing, split, validation_fraction: Which samples are leased, as of the Loader.
+        packing, documents, split, validation_fraction: Which samples are leased, as of the Loader.
         settings: Further fields of `JobSpec`: epochs, seed, lease_s, stall_s, steal_s, max_failures.
     """
 
@@ -84,7 +85,7 @@ class SchedulerService:
         host: str = "127.0.0.1", port: int = 0, *, dataset_id: str = "", seq_len: int = 1024, wait_s: float = 30.0,
         rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
         limits: ServerLimits = LIMITS, from_urls: FromUrls = "", packing: str = "concat", split: str | None = None,
-        validation_fraction: float = 0.0, **settings: Any,
+        documents: DocumentSubset | None = None, validation_fraction: float = 0.0, **settings: Any,
     ) -> None:  # fmt: skip
         self.name = name
         self.identity = identity
@@ -99,7 +100,7 @@ class SchedulerService:
         self._catalog = Catalog(
             name, dataset_id, seq_len, settings, identity.network_id, discovery, client, self._stopping,
             ManifestStore(self.state_dir), publishers, from_urls,
-            {"packing": packing, "split": split, "validation": validation_fraction},
+            {"packing": packing, "documents": documents, "split": split, "validation": validation_fraction},
         )  # fmt: skip
         self._bans = BanLog(identity)
         self._activity = Activity()
