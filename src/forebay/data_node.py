@@ -22,13 +22,11 @@ from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
     MANIFEST_FILE,
-    MAX_MANIFEST_BYTES,
     TABLE_FILE,
     SliceTable,
-    dataset_id,
 )
-from forebay.dataset.reader import Dataset, listed_files
-from forebay.errors import DatasetError, UsageError
+from forebay.dataset.reader import Dataset
+from forebay.errors import UsageError
 from forebay.network.access import AccessPolicy
 from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
 from forebay.network.discovery import Discovery
@@ -37,10 +35,8 @@ from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
 from forebay.order.growth import ancestors
-from forebay.storage.base import origin_of, read_small
-from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
+from forebay.swarm.share import SharedDataset, SliceFile, SliceServer, SmallFiles
 
-_MAX_SMALL_BYTES = 1 << 30
 FILES = (MANIFEST_FILE, TABLE_FILE, CHUNKS_FILE, LENGTHS_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
 log = logging.getLogger("forebay.data_node")
 
@@ -86,7 +82,7 @@ class DataNode(SliceServer):
         for dataset in self.datasets:
             url, files = "", dict[str, bytes | Path]()
             if not dataset.is_local:
-                url, files = dataset.url, _small_files(dataset)
+                url, files = dataset.url, SmallFiles(dataset)
             else:
                 for index in range(dataset.num_slices):
                     row = dataset.table.row(index)
@@ -202,13 +198,3 @@ def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
     if names or not identity.scope.allows("data"):
         lacks = f"does not cover {', '.join(names)}" if names else "lacks the role data"
         raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")
-
-
-def _small_files(dataset: Dataset) -> dict[str, bytes | Path]:
-    """Read the small files of a remote dataset into memory: members get its slices there, and the files here."""
-    origin = origin_of(dataset)
-    manifest = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
-    if dataset_id(manifest) != dataset.id:
-        raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, got another. Serve it again.")
-    names = [TABLE_FILE, *sorted(set(listed_files(dataset.manifest)) & set(FILES))]
-    return {MANIFEST_FILE: manifest, **{name: read_small(origin, name, _MAX_SMALL_BYTES) for name in names}}

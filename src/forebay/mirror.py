@@ -155,9 +155,8 @@ def mirror_by_swarm(
             dataset, files, is_present.copy, fetcher.wake, share=share, upload_bytes_per_s=upload_bytes_per_s
         ) as member,
     ):
+        small = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in member.files.items()}
         member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
-
-        small = {name: data for name, data in member.files.items() if isinstance(data, bytes)}
         report = _mirror(
             dataset, target, fetcher, start, stop, on_progress, member.origin, serve, small, _MAX_SWARM_SLICES
         )  # fmt: skip

@@ -6,6 +6,7 @@ stalled peers are dropped.
 """
 
 import json
+import re
 import secrets
 import ssl
 import time
@@ -153,8 +154,8 @@ class Client(Closing):
     def read_range(
         self, address: str, path: str, into: memoryview, start: int, expect_peer: str | None = None,
         timeout_s: float = 20.0,
-    ) -> None:  # fmt: skip
-        """Read bytes [start, start + len(into)) of the resource at a path into `into`.
+    ) -> int:  # fmt: skip
+        """Read bytes [start, start + len(into)) of the resource at a path into `into`; return its size.
 
         `timeout_s` is for each wait; a peer slower than 4 KiB/s over this time counts as stalled. TruncatedBodyError if
         it stalls or ends the body early: its `received` bytes are in `into`.
@@ -163,10 +164,10 @@ class Client(Closing):
         headers = {"Range": f"bytes={start}-{stop - 1}"}
         request = _Request(address, "GET", path, b"", expect_peer, None, deadline, headers)
 
-        def read(response: StreamedResponse) -> None:
+        def read(response: StreamedResponse) -> int:
             content_range = response.headers.get("content-range", "")
-            expected = f"bytes {start}-{stop - 1}/"
-            if response.status != 206 or response.length != stop - start or not content_range.startswith(expected):
+            match = re.fullmatch(rf"bytes {start}-{stop - 1}/([0-9]{{1,18}})", content_range)
+            if response.status != 206 or response.length != stop - start or match is None:
                 raise ProtocolError(
                     f"expected status 206 and {stop - start} bytes [{start}, {stop}), got {response.status}, "
                     f"{response.length} bytes, Content-Range {content_range[:80]!r}"
@@ -185,8 +186,9 @@ class Client(Closing):
                     "Resume from another peer.",
                     response.received,
                 )
+            return int(match[1])
 
-        self._send(request, read)
+        return self._send(request, read)[0]
 
     def _send_small(
         self, address: str, method: str, path: str, body: bytes, max_bytes: int, expect_peer: str | None,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
 
-from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, num_chunks, root_of
-from forebay.dataset.lengths import LENGTHS_FILE
+from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
@@ -52,7 +51,7 @@ class PeerSource(Origin):
         self.url = f"forebay-peer://{self.peer_id}@{self.address}"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        is_slice = name not in (CHUNKS_FILE, LENGTHS_FILE)
+        is_slice = name.endswith(".safetensors")
         path = f"/v1/slices/{self.sha256_of(name)}" if is_slice else self._file_path(name)
         buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
         while start < stop:
@@ -73,6 +72,15 @@ class PeerSource(Origin):
     def _get(self, path: str, max_bytes: int) -> bytes:
         try:
             return self.client.get_bytes(self.address, path, max_bytes, self.peer_id, self.stall_s)
+        except NetworkError as error:
+            raise _classify_error(self.url, error) from error
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a small file of the dataset. Errors as of `read`."""
+        try:
+            return self.client.read_range(
+                self.address, self._file_path(name), memoryview(bytearray(1)), 0, self.peer_id, timeout_s=self.stall_s
+            )
         except NetworkError as error:
             raise _classify_error(self.url, error) from error
 

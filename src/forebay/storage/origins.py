@@ -147,7 +147,7 @@ class RemoteDataset(Dataset):
         for source in self.origin.sources():
             with tempfile.TemporaryFile() as file:
                 try:
-                    _fetch(source, name, size, sha256, file, size + 1)
+                    fetch_object(source, name, size, sha256, file, size + 1)
                 except (DatasetError, NetworkError) as fault:
                     error = fault
                     continue
@@ -167,7 +167,7 @@ class RemoteDataset(Dataset):
         """Download a slice to a temporary file without a name, verify and map it."""
         row = self.table.row(index)
         with tempfile.TemporaryDirectory() as folder, Path(folder, "slice.safetensors").open("wb") as file:
-            _fetch(self.origin, row.name, row.bytes, row.sha256, file, row.chunk_bytes)
+            fetch_object(self.origin, row.name, row.bytes, row.sha256, file, row.chunk_bytes)
             opened = open_slice(file.name)
         self.check_slice(row, opened)
         return opened
@@ -228,7 +228,7 @@ class RemoteDataset(Dataset):
         return []
 
 
-def _fetch(source: Origin, name: str, size: int, sha256: str, file: BinaryIO, chunk_bytes: int) -> None:
+def fetch_object(source: Origin, name: str, size: int, sha256: str, file: BinaryIO, chunk_bytes: int) -> None:
     """Write an object to a file. DatasetError if its hash, of a slice its id, is another; others as of Origin.read."""
     hasher = ChunkHasher(chunk_bytes)
     for chunk in read_range(source, name, 0, size, _PATIENCE):

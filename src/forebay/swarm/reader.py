@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,8 +18,7 @@ from pydantic import ValidationError
 
 from forebay.arrays import BOOL, I64
 from forebay.closing import Closing
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceTable
-from forebay.dataset.reader import listed_files
+from forebay.dataset.manifest import SliceTable
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.engine import NoProviderError, TransferCancelledError
 from forebay.network.client import Client
@@ -29,16 +27,15 @@ from forebay.network.peer import Provider, node_of
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import PeerSource
 from forebay.network.reachability import advertised_host
-from forebay.storage.base import Origin, PermanentError, read_small
+from forebay.storage.base import Origin, PermanentError
 from forebay.storage.hosts import check_url, parse_address, parse_peer_address
 from forebay.storage.origins import RemoteDataset
 from forebay.swarm.members import format_ranges
-from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
+from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare, SmallFiles
 from forebay.swarm.trackers import TrackerClient
 from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
-_MAX_SMALL_BYTES = 1 << 30  # of a dataset's small files together, which are kept in memory
 MAX_WANTED = 4096
 """Missing slices in one request."""
 BUSY_S = 2.0
@@ -328,12 +325,7 @@ class SwarmMember(Closing):
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):
             raise UsageError(f"share: expected a dataset of forebay://NETWORK/NAME, got {origin.url}. Leave it out.")
-        self.files: dict[str, bytes | Path] = {}  # the small files of the dataset, downloaded while a peer has them
-        remaining_bytes = _MAX_SMALL_BYTES
-        for name in sorted({MANIFEST_FILE, TABLE_FILE, *listed_files(dataset.manifest)}):
-            if "/" not in name:
-                self.files[name] = data = read_small(origin, name, remaining_bytes)
-                remaining_bytes -= len(data)
+        self.files = SmallFiles(dataset)  # copied while a peer has them
         self.share: SliceShare | None = None
         self._owns_share = not isinstance(share, SliceShare)
         if share:

@@ -9,8 +9,10 @@ import logging
 import math
 import os
 import secrets
+import tempfile
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ from prometheus_client.core import Metric
 from forebay.arrays import BOOL
 from forebay.closing import Closing
 from forebay.dataset.chunks import HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
-from forebay.errors import NetworkError, ProtocolError
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
+from forebay.dataset.reader import Dataset, listed_files
+from forebay.errors import DatasetError, NetworkError, ProtocolError
 from forebay.network.app import (
     BINARY,
     ApiError,
@@ -44,12 +48,16 @@ from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
+from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
+from forebay.storage.base import PermanentError, as_object_origin, origin_of, read_small
+from forebay.storage.origins import fetch_object
 from forebay.swarm.tracker import Tracker
 from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.share")
+_MAX_SMALL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,40 @@ class SharedDataset:
         if self.own_flags is not None:
             return int(np.count_nonzero(self.own_flags()))
         return 0 if self.url else None
+
+
+class SmallFiles(dict[str, bytes | Path]):
+    """The manifest and table of a dataset in memory, and verified copies of the other files that it lists on disk.
+
+    The copies have no names, and are read by ranges. A file that no source has as it is listed, or that exceeds 1 GiB
+    together with the others, is left out.
+
+    Raises:
+        DatasetError: If the manifest is of another dataset.
+        NetworkError: If a source that has a file does not send it.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        origin, manifest = origin_of(dataset), b""
+        for name in (TABLE_FILE, MANIFEST_FILE):
+            self[name] = manifest = read_small(origin, name, _MAX_SMALL_BYTES)
+        if (id := dataset_id(manifest)) != dataset.id:
+            raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, got {id}. Serve it again.")
+        num_bytes = 0
+        for name, sha256 in sorted(listed_files(dataset.manifest).items()):
+            try:
+                size = (
+                    origin.size(name) if isinstance(origin, PeerOrigin) else as_object_origin(origin).head(name).bytes
+                )
+                if (num_bytes := num_bytes + size) > _MAX_SMALL_BYTES:
+                    raise DatasetError(f"expected at most {_MAX_SMALL_BYTES} bytes, got {num_bytes}")
+                with tempfile.TemporaryFile() as copy:
+                    fetch_object(origin, name, size, sha256, copy, size + 1)
+                    descriptor = os.dup(copy.fileno())
+                weakref.finalize(self, os.close, descriptor)
+                self[name] = Path(f"/proc/self/fd/{descriptor}")
+            except (DatasetError, PermanentError, OSError) as error:
+                log.warning("%s/%s is not served here: %s", origin.url, name, error)
 
 
 class SliceServer(ABC):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from forebay.data_node import DataNode
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, UsageError
 from forebay.fetch.cache import ChunkCache
@@ -110,6 +111,10 @@ def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
         take_all(sharer, tmp_path / "first")
         node.stop(0.0)
         late = remote(world, "b", node.address, sharer[0].share.address)
+        assert [name for name, file in sharer[0].files.items() if isinstance(file, bytes)] == [
+            TABLE_FILE,
+            MANIFEST_FILE,
+        ]
         report, figures = mirror_by_swarm(late, tmp_path / "late", share=True, linger_s=0.0)
         assert report.complete and figures["from_peers"] == SLICES and figures["from_origins"] == 0
     assert open_dataset(tmp_path / "late").verify(workers=1).ok

@@ -53,8 +53,8 @@ def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(
         until(lambda: service.status()["unserved"])
         assert not service.status()["providers"]
         other = network.serve(served)
-        until(lambda: [provider["address"] for provider in service.status()["providers"]] == [other.address])
         until(lambda: not service.status()["unserved"])
+        assert [provider["address"] for provider in service.status()["providers"]] == [other.address]
         assert np.array_equal(*(dataset.tensors["tokens"] for dataset in (remote.read_slice(1), first.open_slice(1))))
         assert network.work("worker", service)["done"]
         network.assert_used_once(15)
