@@ -12,7 +12,6 @@ import numpy as np
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.fetch.feed import CacheSettings, ChunkFeed
-from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import GrantedProviders, LeaseFetches
 from forebay.lease.messages import ExchangeReply
 from forebay.lease.state import ActiveLease, LeaseState
@@ -64,19 +63,18 @@ class FetchingWorker:
             min_bytes_per_s=1 << 15,
         )  # fmt: skip
         self.cache = self.feed.open_cache()
-        state = LeaseState(4, cache_bytes, 0.1, lambda grant: self.fetcher.release(grant))
-        self.leases = LeaseBuffer(state)
+        self.leases = LeaseState(4, cache_bytes, 0.1, lambda grant: self.fetcher.release(grant))
         self.fetcher = LeaseFetches(self.feed, granted, 0, client, self.leases, 0.2, from_urls, self.dataset)
 
     def lease(self, providers: Sequence[dict], lease_id: str = "1", index: int = 3) -> ActiveLease:
         """Add a lease of a slice, as if the scheduler had granted it; providers are origins by default."""
         lease = lease_of(self.dataset.table.row(index), self.dataset.id, providers, lease_id)
-        request = self.leases.state.request(time.monotonic())
+        request = self.leases.request(time.monotonic())
         live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.known_leases}
-        with self.leases.locked() as state:
-            state.receive(request, answer(leases=[lease], active=live), time.monotonic())
+        with self.leases.locked():
+            self.leases.receive(request, answer(leases=[lease], active=live), time.monotonic())
         self.fetcher.update()
-        return next(lease for lease in self.leases.state.leases if lease.grant.lease_id == lease_id)
+        return next(lease for lease in self.leases.leases if lease.grant.lease_id == lease_id)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait, and look at the leases meanwhile, as a session does."""
@@ -101,11 +99,11 @@ class FetchingWorker:
     @property
     def rejected(self) -> list[tuple[str, bool]]:
         """The providers that were rejected; True for wrong bytes."""
-        return [(invalid.peer_id, invalid.wrong) for invalid in self.leases.state.counts.rejected]
+        return [(invalid.peer_id, invalid.wrong) for invalid in self.leases.rejected]
 
     def close(self) -> None:
         self.leases.close()
-        self.leases.state.clear()
+        self.leases.clear()
         self.feed.close()
 
 

@@ -18,9 +18,8 @@ from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolE
 from forebay.fetch.cache import ChunkCache, NoSpaceError
 from forebay.fetch.feed import ChunkFeed, Providers
 from forebay.fetch.needs import PlanNeeds
-from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.messages import Lease, prove
-from forebay.lease.state import ActiveLease
+from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.client import Client, WrongPeerError
 from forebay.network.peer import Provider
 from forebay.network.peer_source import FromUrls, PeerSource, open_untrusted_origin
@@ -118,7 +117,7 @@ class LeaseFetches:
     """
 
     def __init__(
-        self, feed: ChunkFeed, granted: GrantedProviders, first_key: int, client: Client, leases: LeaseBuffer,
+        self, feed: ChunkFeed, granted: GrantedProviders, first_key: int, client: Client, leases: LeaseState,
         patience_s: float, from_urls: FromUrls, dataset: Dataset,
     ) -> None:  # fmt: skip
         self.failure: Exception | None = None
@@ -214,7 +213,7 @@ class LeaseFetches:
             if isinstance(error, IntegrityError):
                 state.fail(lease, str(error))
             else:
-                state.release(lease)
+                lease.is_dropped = True
                 state.fault = str(error)
         self.release(lease.grant)
         if isinstance(error, IntegrityError):

@@ -68,8 +68,7 @@ class SchedulerClient:
 
         RemoteError if the scheduler refuses it; SchedulerUnreachableError after `patience_s`, or soon after a stop.
         """
-        with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
-            return self._repeat(lambda address: self._post(address, body), patience_s)
+        return self._repeat(lambda address: self._post(address, body), patience_s)
 
     def read_job(self) -> dict[str, Any]:
         """The job's description, as of `GET /v1/job`; the scheduler is pinned. Raises as `exchange`."""
@@ -80,8 +79,7 @@ class SchedulerClient:
                 raise NetworkError(self._reason)
             return self.job
 
-        with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
-            return self._repeat(get)
+        return self._repeat(get)
 
     def addresses(self) -> list[str]:
         """The scheduler's address, if it is known."""
@@ -101,31 +99,32 @@ class SchedulerClient:
         patience_s = self.patience_s if patience_s is None else patience_s
         stopped_at = time.monotonic()
         deadline, tried = stopped_at + patience_s, 0
-        while True:
-            tried, retry_after_s = tried + 1, 0.0
-            address = self._find()
-            if address is not None:
-                try:
-                    return request(address)
-                except RemoteError as error:
-                    # A stale attempt: a copy of it was answered, and the answer lost. The next attempt is newer.
-                    if error.status < 500 and error.status != 429 and error.code != STALE_ATTEMPT:
-                        raise
-                    self._reason, retry_after_s = str(error), error.wait_s
-                except NetworkError as error:
-                    self._reason = str(error)
-                    with self._lock:
-                        if self._address == address and self.discovery is not None:
-                            self._address = None
-            wait_s = backoff_s(tried, FIRST_WAIT_S, MAX_WAIT_S, min(retry_after_s, MAX_RETRY_AFTER_S))
-            if time.monotonic() + wait_s > deadline:
-                break
-            if self.stop.is_set():
-                # Acknowledge and release what is left if the scheduler is reachable, but do not wait long for it.
-                time.sleep(wait_s)
-                deadline = min(deadline, stopped_at + STOPPING_S)
-            elif self.stop.wait(wait_s):
-                stopped_at = time.monotonic()
+        with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
+            while True:
+                tried, retry_after_s = tried + 1, 0.0
+                address = self._find()
+                if address is not None:
+                    try:
+                        return request(address)
+                    except RemoteError as error:
+                        # A stale attempt: a copy of it was answered, and the answer lost. The next attempt is newer.
+                        if error.status < 500 and error.status != 429 and error.code != STALE_ATTEMPT:
+                            raise
+                        self._reason, retry_after_s = str(error), error.wait_s
+                    except NetworkError as error:
+                        self._reason = str(error)
+                        with self._lock:
+                            if self._address == address and self.discovery is not None:
+                                self._address = None
+                wait_s = backoff_s(tried, FIRST_WAIT_S, MAX_WAIT_S, min(retry_after_s, MAX_RETRY_AFTER_S))
+                if time.monotonic() + wait_s > deadline:
+                    break
+                if self.stop.is_set():
+                    # Acknowledge and release what is left if the scheduler is reachable, but do not wait long for it.
+                    time.sleep(wait_s)
+                    deadline = min(deadline, stopped_at + STOPPING_S)
+                elif self.stop.wait(wait_s):
+                    stopped_at = time.monotonic()
         reason = self._reason + ("" if self._reason.endswith(("?", ".")) else ".")
         raise SchedulerUnreachableError(
             f"{self._subject.removeprefix('the ')}: expected an answer within {patience_s:g} s, got none: "

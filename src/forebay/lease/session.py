@@ -23,7 +23,6 @@ from typing import get_args
 from forebay.closing import Closing
 from forebay.errors import ForebayError
 from forebay.fetch.feed import ChunkFeed
-from forebay.lease.buffer import LeaseBuffer
 from forebay.lease.fetching import CacheIndex, GrantedProviders, LeaseFetches
 from forebay.lease.job import LeaseJob
 from forebay.lease.messages import Cause, ExchangeReply, ExchangeRequest, Lease, WorkerStats
@@ -85,10 +84,9 @@ class LeaseSession(Closing):
             self._name, job.scheduler.attempt, lock = next(filter(None, map(_lock_session, paths)))
             stack.callback(lock.release)
             self.index = CacheIndex(self.cache, job.dataset)
-            state = LeaseState(
+            self.leases = LeaseState(
                 settings.batch_size, settings.cache_bytes, settings.receipt_s, lambda grant: self.fetches.release(grant)
             )
-            self.leases = LeaseBuffer(state)
             self.fetches = LeaseFetches(
                 slices, granted, first_key, job.client, self.leases, self.patience_s, job.from_urls, job.dataset
             )  # fmt: skip
@@ -122,7 +120,7 @@ class LeaseSession(Closing):
         try:
             if not self._is_unreachable:
                 with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
-                    while self.leases.state.leases:
+                    while self.leases.leases:
                         self._exchange(STOPPING_S, last=True)
         finally:
             with self.leases.locked() as state:
@@ -131,11 +129,11 @@ class LeaseSession(Closing):
 
     def counts(self) -> dict[str, int]:
         """What was shared, lost and wasted, as numbers."""
-        state = self.leases.state
+        state = self.leases
         return {
             "shared_bytes": self._share.bytes_sent if self._share is not None else 0,
-            "leases_lost": state.counts.lost, "wasted_samples": state.counts.wasted,
-            "rejected_providers": len(state.counts.rejected), "samples_left_out": state.num_left_out,
+            "leases_lost": state.num_lost, "wasted_samples": state.num_wasted,
+            "rejected_providers": len(state.rejected), "samples_left_out": state.num_left_out,
             "done": int(state.done),
         }  # fmt: skip
 
@@ -181,7 +179,7 @@ class LeaseSession(Closing):
     def _stats(self) -> WorkerStats:
         totals, self._stats_at = self._stats_of_loader(), time.monotonic()
         origin_bytes = self._slices.bytes_of_last()
-        waiting_for: Cause = "network" if self.leases.state.fetching() else "scheduler"
+        waiting_for: Cause = "network" if self.leases.fetching() else "scheduler"
         return WorkerStats(
             batches=int(totals.get("batches", 0)), busy_s=totals.get("busy_s", 0.0),
             waits_s={cause: totals[f"{cause}_s"] for cause in get_args(Cause) if totals.get(f"{cause}_s")},

@@ -1,18 +1,22 @@
 """The leases of one worker: how far each was used, how far it may be used, and the requests to the scheduler.
 
-Pure: no lock, clock or network. `LeaseBuffer` drives it from threads, `forebay simulate` in virtual time. The guarantee
-on which stealing rests: from a request until its reply is received, no sample is taken at or beyond the limits that the
+No clock or network. Threads that share it lock it, `forebay simulate` drives it in virtual time. The guarantee on
+which stealing rests: from a request until its reply is received, no sample is taken at or beyond the limits that the
 request declares. The scheduler may cut a lease at its limit or behind it; the worker learns of the cut before it could
 take a sample beyond, so no sample is used by two live workers. Samples are taken when a batch is formed, maybe
 ahead of its use, and used when the caller says so. What a lost lease wastes is bounded: see `receipt_s`.
 Memory: some KB a lease.
 """
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -35,6 +39,8 @@ _MIN_INTERVAL_S = 0.01  # between two requests
 _MAX_WAIT_S = 10.0  # the longest wait that the scheduler may impose
 _NEW_WEIGHT = 0.3  # of the latest value in moving averages
 _MAX_REFUSALS = 3
+_POLL_S = 1.0  # a wait checks its condition at least this often
+T = TypeVar("T")
 
 
 @dataclass
@@ -68,9 +74,14 @@ class ActiveLease:
     read_ids: I64 | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
     is_fetching: bool = False  # a fetch of its slice was started
     in_use: bool = False
-    ended: bool = False  # no more of it is used: it was lost, has failed or is to be released
+    is_dropped: bool = False  # it was lost, or is released with the next request: what was used of it stays used
     reason: str = ""  # why it failed; empty if it did not
     num_refusals: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more of it is used: it was dropped, or has failed, and what was taken before is used."""
+        return self.is_dropped or (bool(self.reason) and self.used == self.started)
 
     @property
     def is_spent(self) -> bool:
@@ -101,19 +112,9 @@ class ActiveLease:
         return messages
 
 
-@dataclass
-class LeaseCounts:
-    """Samples used and never acknowledged, leases lost after their first sample, seconds waited, rejected providers."""
-
-    wasted: int = 0
-    lost: int = 0
-    waited_s: float = 0.0
-    rejected: list[ProviderReport] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class LeaseState:
-    """The leases of one worker, as a state machine. Not safe for threads: see `LeaseBuffer`.
+    """The leases of one worker, as a state machine. Safe for threads that change it `locked`.
 
     Args:
         batch_size: Samples of a step.
@@ -133,7 +134,9 @@ class LeaseState:
     on_release: Callable[[Lease], object]
 
     def __post_init__(self) -> None:
-        self.counts = LeaseCounts()
+        self.num_wasted = self.num_lost = 0  # samples used and never acknowledged; leases lost after their first sample
+        self.rejected: list[ProviderReport] = []
+        self._changed = threading.Condition()
         self.done = self.closed = self.is_yielding = False
         self.cause = self.reason = self.fault = ""  # why there is no lease, as the scheduler says; of the last fetch
         self.num_left_out = 0
@@ -167,15 +170,48 @@ class LeaseState:
         """The slices of leases of which nothing was taken, as they are still to be fetched."""
         return [
             lease.grant.name
-            for lease in self._leases.values()
+            for lease in self.leases
             if lease.path is None and not lease.ended and lease.started < lease.stop
         ]
+
+    # Threads: one that forms batches, some that fetch slices, one that talks to the scheduler.
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[Self]:
+        """Itself, locked for a change; threads that wait check it afterwards."""
+        with self._changed:
+            yield self
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing more is taken, fetched or requested; threads that wait return. May be repeated."""
+        with self.locked():
+            self.closed = True
+
+    def wait(self, get: Callable[[], T | None], interrupted: Callable[[], bool] = lambda: False) -> T | None:
+        """The first result of `get`, called with the lock, that is not None; None when closed or interrupted."""
+        with self._changed:
+            while not (self.closed or interrupted()):
+                if (result := get()) is not None:
+                    return result
+                self._changed.wait(_POLL_S)
+        return None
+
+    def wait_due(self) -> bool:
+        """Wait until a request is due; False when closed."""
+        with self._changed:
+            while not self.closed:
+                now = time.monotonic()
+                if (due_at := self.due_at(now)) <= now:
+                    return True
+                self._changed.wait(min(due_at - now, _POLL_S))
+        return False
 
     # Use.
 
     def next_to_use(self) -> ActiveLease | None:
         """The first lease whose slice is fetched and that is neither used up nor in use; it is in use from now on."""
-        for lease in self._leases.values():
+        for lease in self.leases:
             if lease.path is not None and not lease.is_spent and not lease.in_use and not lease.reason:
                 lease.in_use = True
                 return lease
@@ -199,22 +235,23 @@ class LeaseState:
     def used(self, parts: Sequence[tuple[ActiveLease, int]], step: int, now: float) -> None:
         """A batch was used, in this step: of each of its leases the samples up to a stop, in the order of `take`."""
         num_samples = 0
-        for lease, stop in parts:
-            num_samples += stop - lease.used
-            if lease.grant.lease_id not in self._leases:
-                self.counts.wasted += stop - lease.used
-            lease.add_use(stop, step, self.batch_size, len(parts) == 1)
-            lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
-        self._num_outstanding -= num_samples
-        rate = num_samples / max(1e-6, now - self._started_at)
-        self._started_at = now
-        self.samples_per_s += (rate - self.samples_per_s) * (_NEW_WEIGHT if self.samples_per_s else 1.0)
+        with self._changed:
+            for lease, stop in parts:
+                num_samples += stop - lease.used
+                if lease.grant.lease_id not in self._leases:
+                    self.num_wasted += stop - lease.used
+                lease.add_use(stop, step, self.batch_size, len(parts) == 1)
+            self._num_outstanding -= num_samples
+            rate = num_samples / max(1e-6, now - self._started_at)
+            self._started_at = now
+            self.samples_per_s += (rate - self.samples_per_s) * (_NEW_WEIGHT if self.samples_per_s else 1.0)
+            if any(lease.is_spent for lease, _ in parts):
+                self._changed.notify_all()
 
     def give_back(self, lease: ActiveLease, start: int) -> None:
         """Samples from `start` on were taken, and will not be used before they are taken again."""
         self._num_outstanding -= max(0, lease.started - start)
         lease.started = min(lease.started, start)
-        lease.ended = lease.ended or (bool(lease.reason) and lease.used == lease.started)
 
     def finish(self, lease: ActiveLease) -> None:
         """Its slice is not in use any more."""
@@ -225,7 +262,7 @@ class LeaseState:
 
     def next_to_fetch(self) -> ActiveLease | None:
         """The first lease whose slice is neither fetched nor being fetched; its fetch counts as started."""
-        for lease in self._leases.values():
+        for lease in self.leases:
             if lease.path is None and not lease.is_fetching and not lease.ended:
                 lease.is_fetching = True
                 return lease
@@ -245,11 +282,6 @@ class LeaseState:
         What was taken before is used first.
         """
         lease.reason = reason or "failed"
-        lease.ended = lease.ended or lease.used == lease.started
-
-    def release(self, lease: ActiveLease) -> None:
-        """Release it with the next request; what was used of it stays used."""
-        lease.ended = True
 
     def yield_leases(self, is_yielding: bool) -> None:
         """While the worker waits for another job: release leases without outstanding samples, and request none."""
@@ -257,8 +289,8 @@ class LeaseState:
         self._release_unused()
 
     def _release_unused(self) -> None:
-        for lease in self._leases.values() if self.is_yielding else ():
-            lease.ended = lease.ended or lease.started == lease.used
+        for lease in self.leases if self.is_yielding else ():
+            lease.is_dropped |= lease.started == lease.used
 
     def report(self, peer_id: str, sha256: str, reason: str, *, wrong: bool, rejected: bool = True) -> None:
         """Report a provider of a slice that failed, with the next request.
@@ -269,7 +301,7 @@ class LeaseState:
         report = ProviderReport(peer_id, sha256, reason[:300], wrong)
         self._reports.append(report)
         if rejected:
-            self.counts.rejected.append(report)
+            self.rejected.append(report)
 
     # Requests to the scheduler, one at a time.
 
@@ -277,9 +309,9 @@ class LeaseState:
         """The next request, or one for a lost one; its limits bind until its reply. The `last` releases all."""
         self._requested_at = now
         if last:
-            for lease in self._leases.values():
-                lease.ended = lease.ended or lease.used < lease.stop
-        used = [lease for lease in self._leases.values() if lease.acknowledged < min(lease.used, lease.stop)]
+            for lease in self.leases:
+                lease.is_dropped |= lease.used < lease.stop
+        used = [lease for lease in self.leases if lease.acknowledged < min(lease.used, lease.stop)]
         ended = {lease_id: lease for lease_id, lease in self._leases.items() if lease.ended}
         declared_until = self._declare()
         self._awaits_reply = True
@@ -323,7 +355,7 @@ class LeaseState:
                 self._lease_s = grant.expires_in_s
                 weight = _NEW_WEIGHT if self._samples_per_lease else 1.0
                 self._samples_per_lease += (stop - start - self._samples_per_lease) * weight
-        for lease in self._leases.values():
+        for lease in self.leases:
             lease.allowed_until = lease.stop
         self._release_unused()
         self.cause, self.reason, self.num_left_out = reply.cause, reply.reason, reply.num_left_out
@@ -342,11 +374,11 @@ class LeaseState:
         return max(self._due_at(now), self._requested_at + _MIN_INTERVAL_S)
 
     def _due_at(self, now: float) -> float:
-        if self._reports or any(lease.ended for lease in self._leases.values()):
+        if self._reports or any(lease.ended for lease in self.leases):
             return now
-        unspent = [lease for lease in self._leases.values() if not lease.is_spent]
+        unspent = [lease for lease in self.leases if not lease.is_spent]
         due_at = math.inf if unspent else self._not_before
-        if any(lease.used > lease.acknowledged for lease in self._leases.values()):
+        if any(lease.used > lease.acknowledged for lease in self.leases):
             due_at = min(due_at, self._requested_at + self._request_s if unspent else now)
         if self._leases:
             due_at = min(due_at, self._requested_at + min(self._lease_s / 3, 4 * self._request_s))
@@ -363,9 +395,9 @@ class LeaseState:
     def _num_wanted(self) -> int:
         if self.is_yielding:
             return 0
-        unspent = [lease for lease in self._leases.values() if not lease.is_spent]
+        unspent = [lease for lease in self.leases if not lease.is_spent]
         num_fitting = 1
-        if size := max((lease.grant.bytes for lease in self._leases.values()), default=0):
+        if size := max((lease.grant.bytes for lease in self.leases), default=0):
             num_fitting = (self.max_bytes - sum(lease.grant.bytes for lease in unspent)) // size
         return max(0 if unspent else 1, min(MAX_LEASES, self._capacity() - len(unspent), num_fitting))
 
@@ -375,7 +407,7 @@ class LeaseState:
         The current step may always end, or one step begin. While an earlier request has no reply, no limit is raised
         that it declared: the scheduler may have received it.
         """
-        num_started = sum(lease.started - lease.used for lease in self._leases.values())
+        num_started = sum(lease.started - lease.used for lease in self.leases)
         steps = int(self._request_s * self.samples_per_s / self.batch_size)
         remaining = max(steps, 0 if num_started else 1) * self.batch_size
         remaining = max(0, remaining - max(0, num_started - self.batch_size))  # batches formed ahead count
@@ -409,12 +441,12 @@ class LeaseState:
 
     def _lose(self, lease: ActiveLease) -> None:
         if not lease.ended:
-            lease.ended = True
-            self.counts.lost += lease.started > lease.grant.start
+            lease.is_dropped = True
+            self.num_lost += lease.started > lease.grant.start
 
     def _drop(self, lease: ActiveLease) -> None:
-        lease.ended = True
-        self.counts.wasted += max(0, lease.used - lease.acknowledged)
+        lease.is_dropped = True
+        self.num_wasted += max(0, lease.used - lease.acknowledged)
         del self._leases[lease.grant.lease_id]
         if lease.path is not None and not lease.in_use:
             lease.path = None

@@ -199,7 +199,7 @@ class LeaseOrder:
         for source, session in enumerate(self._slices.sessions() if parts else ()):
             mine = [(part.opened.lease, part.stop) for part in parts if part.opened.source == source]
             if mine and step is not None:
-                session.leases.used(mine, step + 1)
+                session.leases.used(mine, step + 1, time.monotonic())
 
     def close(self) -> None:
         """Forget all batches that were planned and not used: their samples are taken again. Nothing may iterate."""
@@ -239,7 +239,7 @@ class LeaseOrder:
             parts += taken
             if count and not taken:
                 self._give_back(parts)
-                if self._mixture is not None and self._slices.sessions()[source].leases.state.done:
+                if self._mixture is not None and self._slices.sessions()[source].leases.done:
                     _log.info("mixture: nothing is left of %s: the run ends", self._slices.jobs[source].name)
                 return None
         return parts
@@ -254,7 +254,7 @@ class LeaseOrder:
         def get() -> _Part | ActiveLease | int | None:
             """With the lock: the next samples, a lease to open, 0 for a short batch, or _YIELD; None to wait."""
             nonlocal waits_for_fetch
-            state, now = session.leases.state, time.monotonic()
+            state, now = session.leases, time.monotonic()
             for opened in [opened for opened in self._open if opened.source == source]:
                 lease = opened.lease
                 if (taken := state.take(lease, now, missing)) is not None:

@@ -276,8 +276,8 @@ class _World:
         lost = sum(use.stop - use.start for use in self.record.wasted if f"worker-{use.worker}" in self.workers)
         lived_s = sum(min(self.clock.now, w.machine.dies_at) - w.machine.joins_at for w in workers)
         return {
-            "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, lived_s),
-            "leases_lost": sum(worker.state.counts.lost for worker in workers),
+            "wait_share": sum(w.waited_s for w in workers) / max(1e-9, lived_s),
+            "leases_lost": sum(worker.state.num_lost for worker in workers),
             "wasted_by_living": lost,
             "longest_silence_s": max(worker.silence_s for worker in workers),
             "bans": len(self.scheduler.core.swarm.penalties.banned),

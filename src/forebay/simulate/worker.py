@@ -54,6 +54,7 @@ class Worker:
         self.all_leases: list[ActiveLease] = []  # including ended ones, for the record
         self.alive = True
         self.error = ""
+        self.waited_s = 0.0  # for leases, or for their slices
         self.silence_s = 0.0  # the longest time without a reply
         self._replied_at = self._free_at = self.net.clock.now
         self._num_steps = 0
@@ -113,7 +114,7 @@ class Worker:
                 if self._lease is None:
                     return
             elif (samples := state.take(lease, time)) is not None:
-                state.counts.waited_s += time - self._free_at
+                self.waited_s += time - self._free_at
                 self._step = *samples, time + (samples[1] - samples[0]) / self.machine.speed
             elif lease.ended or lease.started >= lease.stop:
                 self._record(lease, first)
@@ -173,7 +174,7 @@ class Worker:
                 elif wrong:
                     self.state.fail(waiting, "all providers sent wrong bytes")
                 else:
-                    self.state.release(waiting)
+                    waiting.is_dropped = True
             if arrived:
                 self._num_free += 1
             else:

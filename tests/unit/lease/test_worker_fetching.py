@@ -102,8 +102,8 @@ def lease(worker: FetchingWorker, *nodes: Node, lease_id: str = "1") -> ActiveLe
 
 def lose_all(worker: FetchingWorker) -> None:
     """Let the scheduler answer that no lease is the worker's any more."""
-    request = worker.leases.state.request(time.monotonic())
-    worker.leases.state.receive(request, answer(lost=list(request.known_leases or ())), time.monotonic())
+    request = worker.leases.request(time.monotonic())
+    worker.leases.receive(request, answer(lost=list(request.known_leases or ())), time.monotonic())
 
 
 def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_node: Nodes) -> None:
@@ -210,7 +210,7 @@ def test_a_lost_lease_is_no_longer_fetched(worker: FetchingWorker, make_node: No
     current = lease(worker, slow)
     until(lambda: slow.ranges)
     lose_all(worker)
-    assert current.ended and worker.leases.state.leases == []
+    assert current.ended and worker.leases.leases == []
     worker.fetcher.update()
     assert worker.feed.planned_bytes == 0
     slow.gate.set()
@@ -242,7 +242,7 @@ def test_a_full_disk_ends_the_work_only_once_it_lasts(
     clock[0] += 4.0
     second = lease(worker, node, lease_id="2")
     assert worker.fetched(second) == CONTENT
-    worker.leases.state.release(second)
+    second.is_dropped = True
     is_full.append(True)
     worker.cache.discard(SHA256)
     numbers = itertools.count(3)
@@ -265,25 +265,25 @@ def test_a_slice_waits_for_space_until_others_are_used(worker: FetchingWorker, m
     assert worker.fetched(current) == CONTENT
 
 
-@pytest.mark.parametrize("cause, is_node, is_ended", [("unserved", False, True), ("leased", False, False),
+@pytest.mark.parametrize("cause, is_node, ends", [("unserved", False, True), ("leased", False, False),
     ("paused", False, False), ("leased", True, False), ("avoided", True, True)])  # fmt: skip
 def test_without_a_slice_for_its_patience_a_worker_ends_unless_others_have_them(
-    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, is_ended: bool
+    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, ends: bool
 ) -> None:
-    """With a node that is gone, each lease is_ended with a fault, and another one follows."""
+    """With a node that is gone, each lease ends with a fault, and another one follows."""
     node = make_node("gone")
     node.server.close()
     for number in range(4):
         if worker.fetcher.failure is not None:
             break
-        if is_node and (is_ended or not number):
+        if is_node and (ends or not number):
             worker.lost(lease(worker, node, lease_id=f"{number}"))
-        request = worker.leases.state.request(time.monotonic())
+        request = worker.leases.request(time.monotonic())
         reply = answer(lost=list(request.known_leases or ()), cause=cause, reason=f"since {cause}")
-        worker.leases.state.receive(request, reply, time.monotonic())
+        worker.leases.receive(request, reply, time.monotonic())
         clock[0] += 4.0
         worker.fetcher.update()
-        message = worker.leases.state.describe_wait()
-        assert message.startswith(f"a lease: since {cause}") and ("cannot reach" in message) == is_node
-    assert (worker.fetcher.failure is not None) == is_ended
-    assert not is_ended or ("cannot reach" if is_node else "since unserved") in str(worker.fetcher.failure)
+        told = worker.leases.describe_wait()
+        assert told.startswith(f"a lease: since {cause}") and ("cannot reach" in told) == is_node
+    assert (worker.fetcher.failure is not None) == ends
+    assert not ends or ("cannot reach" if is_node else "since unserved") in str(worker.fetcher.failure)

@@ -156,7 +156,7 @@ def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: 
     assert sum((Counter(worker.used) for worker in workers), Counter()) == every
     for worker in workers:
         worker.leases.clear()
-        assert worker.leases.counts.wasted == 0 and worker.leases.counts.lost == 0
+        assert worker.leases.num_wasted == 0 and worker.leases.num_lost == 0
         assert worker.released == worker.fetched
 
 
@@ -180,5 +180,5 @@ def test_lost_leases_waste_at_most_one_receipt_s_and_two_steps(step_s: float, si
             worker.work()
             world.now += 0.001
         worker.leases.clear()
-        wasted.append(worker.leases.counts.wasted)
+        wasted.append(worker.leases.num_wasted)
     assert 0 < max(wasted) <= RECEIPT_S / step_s * BATCH + 2 * BATCH
