@@ -27,7 +27,17 @@ from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError,
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
 from forebay.load.packing import DocumentSubset
-from forebay.network.app import ApiError, JsonResponse, Metric, file_response, make_app, peer_of, role, source_of
+from forebay.network.app import (
+    RANGED,
+    ApiError,
+    JsonResponse,
+    Metric,
+    file_response,
+    make_app,
+    peer_of,
+    role,
+    source_of,
+)
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
@@ -328,7 +338,7 @@ class SchedulerService:
         )(self._exchange)  # fmt: skip
         app.get("/v1/job", summary="The job's data and settings.")(self._read_job)
         app.get(
-            "/v1/datasets/{dataset_id}/{name}", response_class=Response,
+            "/v1/datasets/{dataset_id}/{name}", response_class=Response, responses=RANGED,
             summary="manifest.json or slices.parquet of the job's dataset, for workers that no data node sends it.",
         )(self._read_file)  # fmt: skip
         app.get("/v1/status", summary="The progress of the job, its workers and providers.")(self._read_status)

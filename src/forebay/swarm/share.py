@@ -33,10 +33,10 @@ from forebay.dataset.reader import Dataset, listed_files
 from forebay.errors import DatasetError, NetworkError, ProtocolError
 from forebay.network.app import (
     BINARY,
+    RANGED,
     ApiError,
     JsonResponse,
     counter,
-    describe_error,
     file_response,
     gauge,
     make_app,
@@ -312,17 +312,12 @@ _app_lock = threading.Lock()
 
 def _make_app(title: str, server: SliceServer) -> FastAPI:
     app = make_app(title, server.metrics)
-    ranged: dict[int | str, dict[str, Any]] = {
-        200: {"content": {BINARY: {}}, "description": "All of it."},
-        206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
-        416: describe_error("The range is malformed or not in the file."),
-    }
 
     @app.get("/v1/claims", response_model=ClaimsReply, summary="Signed claims of what this node has.")
     async def read_claims(request: Request, name: str | None = None, id: str | None = None) -> Response:
         return JsonResponse({"claims": server.claims(peer_of(request), name, id)})
 
-    @app.get("/v1/slices/{sha256}", response_class=Response, responses=ranged, summary="A slice, or a range of it.")
+    @app.get("/v1/slices/{sha256}", response_class=Response, responses=RANGED, summary="A slice, or a range of it.")
     async def read_slice(request: Request, sha256: str) -> Response:
         if not (files := server.find_slice(sha256)):
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
@@ -331,7 +326,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         return response
 
     @app.get(
-        "/v1/slices/{sha256}/chunks", response_class=Response, responses={200: ranged[200]},
+        "/v1/slices/{sha256}/chunks", response_class=Response, responses={200: RANGED[200]},
         summary="The SHA-256 of each chunk of a slice, 32 bytes each.",
     )  # fmt: skip
     async def read_chunks(request: Request, sha256: str, chunk_bytes: int) -> Response:
@@ -346,7 +341,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         return Response(leaves, media_type=BINARY)
 
     @app.get(
-        "/v1/datasets/{dataset_id}/{name}", response_class=Response, responses=ranged,
+        "/v1/datasets/{dataset_id}/{name}", response_class=Response, responses=RANGED,
         summary="A small file of a dataset: manifest.json, slices.parquet, tokenizer.json …",
     )  # fmt: skip
     async def read_file(request: Request, dataset_id: str, name: str) -> Response:
