@@ -234,7 +234,7 @@ class Rank:
             self._drive(self.membership.heartbeats(), lambda _: self._check())
             self._enter(generation)
 
-        self._drive(self.membership.join(), joined)
+        self._drive(self.membership.joining(), joined)
 
     def die(self) -> None:
         self.alive = False
@@ -302,7 +302,7 @@ class Rank:
         """Go on in the generation that is valid from here."""
         self._stands = stop
         before, group = self.membership.generation, self.group
-        operation = self.membership.boundary(self._step, stop=stop, broken=broken, holds=self.holds)
+        operation = self.membership.crossing(self._step, stop=stop, broken=broken, holds=self.holds)
 
         def go_on(generation):
             self._stands = False
@@ -344,7 +344,7 @@ class Rank:
         generation, group = self.membership.generation, self.group
         if self._step >= self.world.num_steps:
             self.done = True
-            self._drive(self.membership.leave(finished=True), lambda _: None)
+            self._drive(self.membership.leaving(finished=True), lambda _: None)
             return self.world.end(self)
         part = self.world.run.steps(self._step, self._step + 1, generation.rank, generation.world_size)
         read = part.slices * self.world.settings.samples + part.samples

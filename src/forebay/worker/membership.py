@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
 
 
-class Membership:
+class Membership(MembershipState):
     """One process's membership of a run. Call it from one thread; `changing` may be read from any.
 
     Args:
@@ -61,49 +61,23 @@ class Membership:
         settings: Mapping[str, Any] | None = None, lockstep: bool = True, step: int = 0, samples: int = 0,
         identity: "Identity | None" = None, patience_s: float = 120.0, on_note: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        self._coordinator = _address(coordinator, identity)
-        self._client = Client(identity)
-        self._on_note = on_note or (lambda text: None)
-        self._state = MembershipState(
-            worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}", self._coordinator,
+        super().__init__(
+            worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}", _address(coordinator, identity),
             settings=settings or {}, lockstep=lockstep, step=step, samples=samples, patience_s=patience_s,
-            on_note=self._on_note, clock=time.monotonic, new_session=lambda: secrets.token_hex(16), random=Random(),
+            on_note=on_note or (lambda text: None), clock=time.monotonic, new_session=lambda: secrets.token_hex(16),
+            random=Random(),
         )  # fmt: skip
+        self._client = Client(identity)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._heartbeats: SupervisedThread | None = None
-
-    @property
-    def worker_id(self) -> str:
-        """The worker's name in the run."""
-        return self._state.worker_id
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The settings of the run; empty before `agree`."""
-        return self._state.config
-
-    @property
-    def generation(self) -> Generation:
-        """The current generation; MembershipLostError before `join`."""
-        return self._state.current_generation
-
-    @property
-    def changing(self) -> bool:
-        """Whether a new generation is wanted: stop at the next boundary, all ranks at the same one."""
-        return self._state.changing
-
-    @property
-    def broken(self) -> bool:
-        """Whether a rank of this generation reports that its step cannot be finished."""
-        return self._state.broken
 
     def agree(self) -> dict[str, Any]:
         """The settings of the run: this worker's, overridden by the coordinator's.
 
         CoordinatorUnreachableError after `patience_s` without an answer.
         """
-        return self._drive(self._state.agree())
+        return self._drive(self.agreeing())
 
     def join(self) -> Generation:
         """Join the run; returns when a generation with this worker starts, once enough workers have joined.
@@ -114,10 +88,9 @@ class Membership:
         """
         if self._heartbeats is not None:
             self._heartbeats.stop()  # they end with their session
-        generation = self._drive(self._state.join())
-        self._heartbeats = SupervisedThread(
-            lambda: self._drive(self._state.heartbeats()), "membership heartbeats"
-        ).start()
+        generation = self._drive(self.joining())
+        beats = SupervisedThread(lambda: self._drive(self.heartbeats()), "membership heartbeats")
+        self._heartbeats = beats.start()
         return generation
 
     def boundary(self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True) -> Generation:
@@ -136,7 +109,7 @@ class Membership:
             MembershipLostError: If this worker was expelled: its steps since do not count. Call `join` again.
             CoordinatorUnreachableError: After `patience_s` without an answer, where one is needed.
         """
-        return self._drive(self._state.boundary(step, stop=stop, broken=broken, holds=holds))
+        return self._drive(self.crossing(step, stop=stop, broken=broken, holds=holds))
 
     def meet(self, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
         """Set a value for the ranks of this generation; with None wait for it up to `wait_s`. From any thread.
@@ -144,7 +117,7 @@ class Membership:
         NetworkError if the coordinator does not answer, or the generation has changed.
         """
         body = {
-            "worker_id": self.worker_id, "session": self._state.session, "generation": self.generation.number,
+            "worker_id": self.worker_id, "session": self.session, "generation": self.generation.number,
             "key": key, "wait_s": wait_s,
         }  # fmt: skip
         if value is not None:
@@ -163,12 +136,12 @@ class Membership:
             return
         if not finished:
             self._closing.set()
-        if self._state.session:
+        if self.session:
             try:
-                self._drive(self._state.leave(finished=finished))
+                self._drive(self.leaving(finished=finished))
             except (NetworkError, MembershipLostError) as error:
-                self._on_note(f"could not tell the coordinator that this worker leaves: {error}")
-        self._state.closed = True
+                self.on_note(f"could not tell the coordinator that this worker leaves: {error}")
+        self.closed = True
         self._closing.set()
         if self._heartbeats is not None:
             self._heartbeats.stop()
@@ -194,7 +167,7 @@ class Membership:
 
     def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
         body = dict(request.body)
-        return self._client.request_json(self._coordinator, "POST", request.path, body, timeout_s=timeout_s)[0]
+        return self._client.request_json(self.coordinator, "POST", request.path, body, timeout_s=timeout_s)[0]
 
     def __enter__(self) -> "Membership":
         return self

@@ -121,7 +121,7 @@ class MembershipState:
 
     def __post_init__(self) -> None:
         self.config: dict[str, Any] = {}  # the settings of the run, after `agree`
-        self.generation: Generation | None = None  # None before `join`
+        self._generation: Generation | None = None  # None before `join`
         self.session = ""
         self.closed = False  # it has left; active operations end
         self.settings = {**self.settings, "lockstep": self.lockstep}
@@ -132,23 +132,23 @@ class MembershipState:
         self._heartbeat_s, self._lost_s = 30.0, 5.0
 
     @property
-    def current_generation(self) -> Generation:
-        """The generation; MembershipLostError before `join`."""
-        if self.generation is None:
+    def generation(self) -> Generation:
+        """The current generation; MembershipLostError before `join`."""
+        if self._generation is None:
             raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
-        return self.generation
+        return self._generation
 
     @property
     def changing(self) -> bool:
-        """Whether another generation is wanted, by the last answer."""
+        """Whether a new generation is wanted: stop at the next boundary, all ranks at the same one."""
         return self._changing or bool(self._lost)
 
     @property
     def broken(self) -> bool:
-        """Whether the current step cannot be finished, by the last answer."""
+        """Whether a rank of this generation reports that its step cannot be finished."""
         return self._broken or bool(self._lost)
 
-    def agree(self) -> Operation[dict[str, Any]]:
+    def agreeing(self) -> Operation[dict[str, Any]]:
         answer = yield from self._call("/v1/config", {"settings": self.settings})
         try:
             self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
@@ -161,9 +161,9 @@ class MembershipState:
         self.config = config
         return dict(config)
 
-    def join(self) -> Operation[Generation]:
+    def joining(self) -> Operation[Generation]:
         if not self.config:
-            yield from self.agree()
+            yield from self.agreeing()
         self.session, self._lost, self._run_to = self.new_session(), "", 0
         body = {**self._me(), "step": self._weights[0], "samples": self._weights[1]}
         now, noted, wait_s = self.clock(), "", FIRST_WAIT_S
@@ -188,10 +188,10 @@ class MembershipState:
                 self.on_note(noted := text)
             wait_s = WAIT_S
 
-    def boundary(
+    def crossing(
         self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True
     ) -> Operation[Generation]:
-        generation, self.step = self.current_generation, step
+        generation, self.step = self.generation, step
         if holds:
             self._weights = (step, generation.first_sample(step, int(self.config.get("batch_size") or 1)))
         if self._lost:
@@ -218,8 +218,8 @@ class MembershipState:
         """Send heartbeats and receive changes, until the session ends."""
         session, pause_s = self.session, 0.1
         wait_s = min(self._heartbeat_s, HEARTBEAT_WAIT_S)
-        while not self.closed and self.session == session and self.generation is not None:
-            number = self.generation.number
+        while not self.closed and self.session == session and self._generation is not None:
+            number = self._generation.number
             body = {**self._me(), "generation": number, "step": self.step}
             body |= {"changing": self._changing, "broken": self._broken, "wait_s": wait_s}
             answer: Mapping[str, Any] = {}
@@ -232,7 +232,7 @@ class MembershipState:
                     return
             except NetworkError:
                 pass  # training continues without the coordinator
-            if answer and self.generation.number == number:
+            if answer and self._generation.number == number:
                 self._changing = answer.get("changing") is True
                 self._broken = answer.get("broken") is True
             if not answer or self._changing:
@@ -240,9 +240,9 @@ class MembershipState:
                 yield Pause(pause_s)
                 pause_s = min(RETRY_S, 2 * pause_s) if not answer else 0.1
 
-    def leave(self, *, finished: bool = False) -> Operation[None]:
-        """As `Membership.leave`; raises if the coordinator is unreachable."""
-        number = self.generation.number if self.generation is not None else 0
+    def leaving(self, *, finished: bool = False) -> Operation[None]:
+        """Leave; raises if the coordinator is unreachable."""
+        number = self._generation.number if self._generation is not None else 0
         body = {**self._me(), "generation": number, "step": self.step, "finished": finished}
         try:
             if finished:
@@ -257,13 +257,13 @@ class MembershipState:
 
     def _enter(self, value: Any) -> Generation:
         generation = Generation.from_json(value)
-        if self.generation is None or self.generation.number != generation.number:
+        if self._generation is None or self._generation.number != generation.number:
             self.step, self._run_to = generation.start_step, 0
             self.on_note(
                 f"generation {generation.number}: rank {generation.rank} of {generation.world_size} "
                 f"from step {generation.start_step}"
             )
-        self.generation, self._changing, self._broken = generation, False, False
+        self._generation, self._changing, self._broken = generation, False, False
         return generation
 
     def _call(self, path: str, body: Mapping[str, Any], wait_s: float = 0.0) -> Operation[Any]:

@@ -192,7 +192,7 @@ def test_over_mutual_tls_sessions_and_values_belong_to_their_certificates(
             with pytest.raises(RemoteError, match="at most"):
                 a.meet("2/0", b"x")
             assert b.meet("2/0", b"of b") is not None  # another rank has room of its own
-            body = {"worker_id": "a", "session": a._state.session, "generation": 1, "key": "0/0"}
+            body = {"worker_id": "a", "session": a.session, "generation": 1, "key": "0/0"}
             owner = Client(members[0])
             for client, verb, changes, message in (
                 (thief, "leave", {"step": 0, "key": None}, "another peer"), (thief, "meet", {}, "another peer"),

@@ -65,7 +65,7 @@ def _state(**more):
 
 def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patience_ends() -> None:
     state, now = _state()
-    operation, pauses, effect = state.agree(), [], None
+    operation, pauses, effect = state.agreeing(), [], None
     with pytest.raises(CoordinatorUnreachableError, match="no answer for 30 s"):
         effect = next(operation)
         while True:
@@ -81,7 +81,7 @@ def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patien
 def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_session() -> None:
     sessions = iter("ab")
     state, _ = _state(new_session=lambda: next(sessions))
-    joining = state.join()
+    joining = state.joining()
     assert next(joining).path == "/v1/config"
     request = joining.send({"heartbeat_s": 30, "lost_s": 5, "config": {"batch_size": 2}})
     assert isinstance(request, Request) and request.body["session"] == "a"
@@ -94,7 +94,7 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     with pytest.raises(StopIteration):
         beats.throw(RemoteError("given up", 409, "expelled"))
     assert state.changing and state.broken
-    assert next(state.join()).body["session"] == "b"
+    assert next(state.joining()).body["session"] == "b"
     assert not state.changing
 
 
