@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
@@ -125,6 +126,7 @@ class Loader(RunningSource[BatchT]):
 
     def _reset(self) -> None:
         super()._reset()
+        self._pausing = threading.RLock()
         self._pool: HelperPool | None = None
         self._of_parent: object = None
         at_fork(self)
@@ -301,11 +303,13 @@ class Loader(RunningSource[BatchT]):
         """In a forked child: leave the threads and helper processes to the parent. An iteration goes on by itself."""
         self._of_parent = self._of_parent, self._source, self._pool  # Never closed here.
         self._source = self._pool = None
+        self._pausing = threading.RLock()
 
     def _pause(self) -> None:
-        super()._pause()
-        self._slices.pause()
-        self.planner.close()
+        with self._pausing:  # A loop in another thread ends, too.
+            super()._pause()
+            self._slices.pause()
+            self.planner.close()
 
     def __reduce__(self) -> Any:
         """Pickled as its settings and its state: another process opens its own maps and threads."""

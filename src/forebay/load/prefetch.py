@@ -40,7 +40,7 @@ class Prefetcher(Generic[_T]):
         self._source, self._depth, self._convert, self._interrupt = source, depth, convert, interrupt
         self.convert_s = 0.0  # In `convert`, by the caller and the thread.
         self._ready: deque[_T | _End] = deque()
-        self._making = threading.Lock()
+        self._making = threading.RLock()
         self._calls = 0  # Odd while the caller waits.
         self._returned_at = 0.0
         self._is_full = False
@@ -63,7 +63,8 @@ class Prefetcher(Generic[_T]):
         self._interrupt()
         if self._thread is not None:
             self._thread.join()
-        self._source.close()
+        with self._making:  # Another thread may ask for an item; it gets none.
+            self._source.close()
         self._ready.clear()
 
     def _take(self) -> _T | _End:
@@ -84,7 +85,8 @@ class Prefetcher(Generic[_T]):
 
     def _make(self) -> _T | _End:
         try:
-            item = next(self._source, None)
+            with self._making:
+                item = next(self._source, None)
             if item is None or self._convert is None:
                 return _End(None) if item is None else item
             started_at = time.perf_counter()

@@ -116,6 +116,24 @@ def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
     prefetcher.close()
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_close_ends_what_another_thread_waits_for(depth: int) -> None:
+    is_making, is_closed, items = threading.Event(), threading.Event(), []
+
+    def make():
+        is_making.set()
+        is_closed.wait()
+        yield 1
+
+    prefetcher = Prefetcher(make(), depth, interrupt=is_closed.set)
+    thread = threading.Thread(target=lambda: items.extend(prefetcher))
+    thread.start()
+    is_making.wait()
+    prefetcher.close()
+    thread.join()
+    assert items in ([], [1])
+
+
 def test_a_loop_that_python_ends_last_closes_without_modules(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = iter(Loader(data, **ARGUMENTS))
     next(batches)
