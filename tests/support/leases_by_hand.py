@@ -64,7 +64,10 @@ class FetchingWorker:
         )  # fmt: skip
         self.cache = self.feed.open_cache()
         self.leases = LeaseState(4, cache_bytes, 0.1, lambda grant: self.fetcher.release(grant))
-        self.fetcher = LeaseFetches(self.feed, granted, 0, client, self.leases, 0.2, from_urls, self.dataset)
+        job = SimpleNamespace(
+            identity=client.identity, client=client, patience_s=0.2, from_urls=from_urls, dataset=self.dataset
+        )
+        self.fetcher = LeaseFetches(job, self.feed, granted, 0, self.leases)
 
     def lease(self, providers: Sequence[dict], lease_id: str = "1", index: int = 3) -> ActiveLease:
         """Add a lease of a slice, as if the scheduler had granted it; providers are origins by default."""

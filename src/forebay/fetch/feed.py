@@ -86,6 +86,7 @@ class Providers:
 
     def release(self, key: int, is_complete: bool) -> None:
         """Nothing more of a slice is fetched now; `is_complete`: all of it is here."""
+        return
 
     def stats(self) -> dict[str, int]:
         return {}

@@ -18,11 +18,12 @@ from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolE
 from forebay.fetch.cache import ChunkCache, NoSpaceError
 from forebay.fetch.feed import ChunkFeed, Providers
 from forebay.fetch.needs import PlanNeeds
+from forebay.lease.job import LeaseJob
 from forebay.lease.messages import Lease, prove
 from forebay.lease.state import ActiveLease, LeaseState
-from forebay.network.client import Client, WrongPeerError
+from forebay.network.client import WrongPeerError
 from forebay.network.peer import Provider
-from forebay.network.peer_source import FromUrls, PeerSource, open_untrusted_origin
+from forebay.network.peer_source import PeerSource, open_untrusted_origin
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.retry import backoff_s
 from forebay.swarm.members import format_ranges
@@ -108,23 +109,19 @@ class GrantedProviders(Providers):
 class LeaseFetches:
     """The slices of a worker's leases, fetched by a feed from their grant until they are released.
 
-    If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed.
+    If no provider sends any slice for the job's `patience_s`, `failure` is set and the leases are closed.
 
     Args:
         granted: The feed's providers, which get those of the leases.
         first_key: Of slice 0 of the job's dataset in the feed.
-        client: Of the network.
     """
 
     def __init__(
-        self, feed: ChunkFeed, granted: GrantedProviders, first_key: int, client: Client, leases: LeaseState,
-        patience_s: float, from_urls: FromUrls, dataset: Dataset,
-    ) -> None:  # fmt: skip
+        self, job: LeaseJob, feed: ChunkFeed, granted: GrantedProviders, first_key: int, leases: LeaseState
+    ) -> None:
         self.failure: Exception | None = None
         self._feed, self._granted, self._first_key = feed, granted, first_key
-        self._client, self._leases, self._dataset = client, leases, dataset
-        self._patience_s, self._from_urls = patience_s, from_urls
-        self._peer_id = client.identity.peer_id if client.identity is not None else ""
+        self._job, self._leases, self._dataset = job, leases, job.dataset
         self._needs: dict[str, tuple[ActiveLease, PlanNeeds, float]] = {}  # by lease id; since when
         self._lock = threading.Lock()  # guards the next two
         self._origins: dict[str, Origin] = {}  # by URL
@@ -199,7 +196,7 @@ class LeaseFetches:
         entry = needs.groups[0].entry
         assert entry is not None
         self._num_misses = 0
-        proof = prove(grant.lease_id, self._peer_id, entry.path, grant.bytes)
+        proof = prove(grant.lease_id, self._job.identity.peer_id, entry.path, grant.bytes)
         with self._leases.locked() as state:
             if lease.path is not None or state.fetched(lease, entry.path, time.monotonic() - since, proof):
                 return
@@ -239,11 +236,11 @@ class LeaseFetches:
             self._starved_at = None
         elif self._starved_at is None:
             self._starved_at = now
-        elif now - self._starved_at > self._patience_s and (error is not None or is_unserved):
+        elif now - self._starved_at > self._job.patience_s and (error is not None or is_unserved):
             if error is None or isinstance(error, NetworkError):
                 error = NetworkError(
-                    f"worker: expected slices to use, got none for {self._patience_s:g} s: {reason.rstrip('.')}. Start "
-                    "a data node that has them (forebay serve)."
+                    f"worker: expected slices to use, got none for {self._job.patience_s:g} s: {reason.rstrip('.')}. "
+                    "Start a data node that has them (forebay serve)."
                 )
             self._end(error)
 
@@ -254,12 +251,12 @@ class LeaseFetches:
     def open_source(self, grant: Lease, provider: Provider) -> Origin:
         """Return the peer or the URL of a provider, not connected yet. Raises PermanentError if it may not be asked."""
         if not provider.is_url:
-            return PeerSource(self._client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S)
+            return PeerSource(self._job.client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S)
         with self._lock:
             if provider.address not in self._origins:
                 if len(self._origins) >= _MAX_URLS:
                     self._origins.clear()
-                self._origins[provider.address] = open_untrusted_origin(provider.address, self._from_urls)
+                self._origins[provider.address] = open_untrusted_origin(provider.address, self._job.from_urls)
             return self._origins[provider.address]
 
     def rejection(self, name: str, grant: Lease) -> NetworkError | None:

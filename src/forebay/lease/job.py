@@ -47,6 +47,7 @@ class LeaseJob(Closing):
     ) -> None:  # fmt: skip
         asked = open_peers(url, identity=identity, from_urls=from_urls)
         self.identity, self.from_urls, self.client = asked.identity, from_urls, Client(asked.identity)
+        self.patience_s = patience_s
         if discovery is None and address is None:
             discovery = join_dht(self.identity)
             weakref.finalize(self, discovery.close)
@@ -61,10 +62,10 @@ class LeaseJob(Closing):
             publishers=asked.publishers, from_urls=from_urls,
         )  # fmt: skip
         origin.client = self.client
-        self.dataset = self._open(origin, patience_s)
+        self.dataset = self._open(origin)
 
-    def _open(self, origin: PeerOrigin, patience_s: float) -> RemoteDataset:
-        deadline, id, faults = time.monotonic() + patience_s, str(origin.id), list[ForebayError]()
+    def _open(self, origin: PeerOrigin) -> RemoteDataset:
+        deadline, id, faults = time.monotonic() + self.patience_s, str(origin.id), list[ForebayError]()
         with log_while_waiting(
             log, lambda: f"data nodes of {self.name!r}: {faults[-1] if faults else 'no answer yet'}"
         ):

@@ -30,7 +30,6 @@ from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachable
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
 from forebay.network.audit import open_audit_log
-from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
 from forebay.storage.locks import Lock, try_acquire
 from forebay.swarm.share import SliceShare
@@ -76,7 +75,6 @@ class LeaseSession(Closing):
     ) -> None:  # fmt: skip
         self.job, self._slices = job, slices
         self._stats_of_loader, self._stats_at = stats_of_loader, 0.0
-        self.patience_s = job.scheduler.patience_s
         with contextlib.ExitStack() as stack:
             self.cache = slices.open_cache()
             # The first session of the cache directory that no process has.
@@ -87,9 +85,7 @@ class LeaseSession(Closing):
             self.leases = LeaseState(
                 settings.batch_size, settings.cache_bytes, settings.receipt_s, lambda grant: self.fetches.release(grant)
             )
-            self.fetches = LeaseFetches(
-                slices, granted, first_key, job.client, self.leases, self.patience_s, job.from_urls, job.dataset
-            )  # fmt: skip
+            self.fetches = LeaseFetches(job, slices, granted, first_key, self.leases)
             trust = TrustWatch(job.identity, job.client, peers=job.scheduler.addresses, discovery=job.discovery)
             stack.enter_context(contextlib.closing(trust.start()))
             self._share: SliceShare | None = None
@@ -150,7 +146,7 @@ class LeaseSession(Closing):
             self._is_unreachable = True
             self._failure = None if self.job.scheduler.stop.is_set() else error
         except Exception as error:
-            is_transient = time.monotonic() - self._replied_at < self.patience_s
+            is_transient = time.monotonic() - self._replied_at < self.job.patience_s
             if is_transient and not isinstance(error, ForebayError):
                 raise  # logged, and run again after a wait: a missing descriptor does not end the work
             self._failure = error
@@ -198,14 +194,11 @@ class LeaseSession(Closing):
 
     def _open_share(self, share: str, upload_bytes_per_s: float | None) -> SliceShare:
         self.job.identity.audit = self.job.identity.audit or open_audit_log()
-        host, _, port = share.rpartition(":")
         # The scheduler's network is the one in which others must reach this worker.
         others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
-        named = advertised_host(host, others[0]) if others else host
         return SliceShare(
-            self.job.identity, self.cache, self.index.sizes, host or "0.0.0.0", int(port), upload_bytes_per_s,
-            advertised_host=named,
-        )  # fmt: skip
+            self.job.identity, self.cache, self.index.sizes, share, upload_bytes_per_s, towards=next(iter(others), "")
+        )
 
 
 def _lock_session(path: Path) -> tuple[str, int, Lock] | None:

@@ -26,9 +26,8 @@ from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import PeerSource
-from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, PermanentError
-from forebay.storage.hosts import check_url, parse_address, parse_peer_address
+from forebay.storage.hosts import check_url, parse_peer_address
 from forebay.storage.origins import RemoteDataset
 from forebay.swarm.members import format_ranges
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare, SmallFiles
@@ -358,9 +357,7 @@ def open_share(
     origin: PeerOrigin, index: SliceIndex, share: bool | str, upload_bytes_per_s: float | None = None
 ) -> SliceShare:
     """Start a server for datasets that are added later. See SwarmMember."""
-    host, port = parse_address(share) if isinstance(share, str) else ("0.0.0.0", 0)
-    advertised = advertised_host(host, origin.claims(_MAX_SHARE_AGE_S)[0].address)
     return SliceShare(
-        origin.identity, index, {}, host, port, upload_bytes_per_s, discovery=origin.discovery,
-        advertised_host="" if advertised == host else advertised,
+        origin.identity, index, {}, share if isinstance(share, str) else ":0", upload_bytes_per_s,
+        discovery=origin.discovery, towards=origin.claims(_MAX_SHARE_AGE_S)[0].address,
     )  # fmt: skip

@@ -50,8 +50,10 @@ from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.pki.identity import Identity
+from forebay.network.reachability import advertised_host
 from forebay.network.server import Server
 from forebay.storage.base import PermanentError, as_object_origin, origin_of, read_small
+from forebay.storage.hosts import parse_address
 from forebay.storage.origins import fetch_object
 from forebay.swarm.tracker import Tracker
 from forebay.threads import SupervisedThread
@@ -264,15 +266,21 @@ class SliceShare(SliceServer, Closing):
         index: The verified slices.
         slices: Bytes and dataset's name, by hash, of the slices that may be served; the caller may add to it. A peer
             whose certificate does not cover the name is refused.
+        listen: `HOST:PORT`; port 0: any; no host: every address of this machine.
+        towards: The `host:port` of another member, which reaches this host where it is named; "": at `host`.
     """
 
     def __init__(
-        self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str]], host: str, port: int,
-        upload_bytes_per_s: float | None = None, *, discovery: Discovery | None = None, advertised_host: str = "",
+        self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str]], listen: str,
+        upload_bytes_per_s: float | None = None, *, discovery: Discovery | None = None, towards: str = "",
     ) -> None:  # fmt: skip
+        host, _, port = listen.rpartition(":")
+        if port != "0":
+            parse_address(listen if host else f"0.0.0.0{listen}")
         super().__init__(
-            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=60.0,
-            limits=ServerLimits(upload_bytes_per_s=upload_bytes_per_s or math.inf), advertised_host=advertised_host,
+            "Forebay worker", identity, host or "0.0.0.0", int(port), discovery=discovery, ttl_s=60.0,
+            limits=ServerLimits(upload_bytes_per_s=upload_bytes_per_s or math.inf),
+            advertised_host=advertised_host(host, towards) if towards else host,
         )  # fmt: skip
         self.session = secrets.token_hex(8)  # which process of its node this is, in a swarm
         self.slices = slices

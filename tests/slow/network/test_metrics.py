@@ -94,7 +94,7 @@ def start(directory: Path, stack: ExitStack) -> Processes:
     for name in WORKERS:
         own = f"--identity {network.homes[name]} --cache-dir {directory}/cache-{name}".split()
         stack.callback(forebay_process(*words, *own, "--", *PACED_READER, 0.02).end)
-    share = SliceShare(network.identity("reader"), {}, {}, HOST, 0)
+    share = SliceShare(network.identity("reader"), {}, {}, f"{HOST}:0")
     stack.callback(share.close)
     coordinator = stack.enter_context(Coordinator(HOST, 0, config={"num_steps": 1000}))
     joined = stack.enter_context(Membership(f"http://{coordinator.address}", "trainer-0"))

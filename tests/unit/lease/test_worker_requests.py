@@ -72,6 +72,6 @@ def test_without_a_reply_for_patience_s_the_exception_ends_the_work(
 
     monkeypatch.setattr(SchedulerClient, "exchange", exchange)
     real = LeaseSession._request
-    monkeypatch.setattr(LeaseSession, "_request", lambda self: (vars(self).update(patience_s=0.5), real(self)))
+    monkeypatch.setattr(LeaseSession, "_request", lambda self: (setattr(self.job, "patience_s", 0.5), real(self)))
     with pytest.raises(OSError, match="Too many open files"):
         work()
