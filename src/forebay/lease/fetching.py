@@ -7,9 +7,10 @@ with a wrong hash only counts as failed; one that no provider sends is released.
 
 import logging
 import sys
-import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from forebay.lease.job import LeaseJob
 from forebay.lease.messages import Lease, prove
 from forebay.lease.state import ActiveLease, LeaseState
 from forebay.network.client import WrongPeerError
-from forebay.network.peer import Provider
 from forebay.network.peer_source import PeerSource, open_untrusted_origin
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.retry import backoff_s
@@ -69,29 +69,39 @@ class LeaseProviders:
 
     def sources(self) -> list[Origin]:
         """The usable providers. Raises PermanentError with the last reason if there is none."""
-        reason = "none is known now"
-        for provider in self.grant.providers:
+        reason, fetches, grant = "none is known now", self.fetches, self.grant
+        for provider in grant.providers:
             name = provider.peer_id or provider.address
             if name in self._sources:
                 continue
             try:
-                self._sources[name] = source = self.fetches.open_source(self.grant, provider)
+                source: Origin = PeerSource(
+                    fetches.job.client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S
+                )
+                self._sources[name] = source = fetches.open_url(provider.address) if provider.is_url else source
                 source.is_last = provider.is_origin
             except (ForebayError, ValueError) as error:  # does not affect the other providers
                 reason = str(error)
-        rejected = {name: fault for name in self._sources if (fault := self.fetches.rejection(name, self.grant))}
+        faults = fetches.faults.get(grant.sha256, {})
+        rejected = {name: fault for name in self._sources if (fault := faults.get(name))}
         if usable := [source for name, source in self._sources.items() if name not in rejected]:
             return usable
         if rejected and all(isinstance(fault, IntegrityError) for fault in rejected.values()):
-            raise IntegrityError(f"slice {self.grant.name}: {'; '.join(map(str, rejected.values()))}")
-        raise PermanentError(f"slice {self.grant.name}: none of its providers can be used: {reason}")
+            raise IntegrityError(f"slice {grant.name}: {'; '.join(map(str, rejected.values()))}")
+        raise PermanentError(f"slice {grant.name}: none of its providers can be used: {reason}")
 
     def report(self, source: Origin, error: NetworkError) -> bool:
+        """Report a source to the scheduler, once; one at fault is not asked for this slice again."""
         name = next((name for name, other in self._sources.items() if other is source), source.url)
-        wrong, is_other = isinstance(error, ProtocolError), isinstance(error.__cause__, WrongPeerError)
-        if wrong or is_other or (isinstance(error, TransientError) and not error.throttled):
-            self.fetches.report(name, self.grant, error, wrong=wrong, is_final=wrong or is_other)
-        return wrong or is_other
+        wrong = isinstance(error, ProtocolError)
+        is_final = wrong or isinstance(error.__cause__, WrongPeerError)
+        if is_final or (isinstance(error, TransientError) and not error.throttled):
+            with self.fetches.leases.locked() as state:
+                faults = self.fetches.faults[self.grant.sha256]
+                if name not in faults or (is_final and faults[name] is None):
+                    faults[name] = error if is_final else None
+                    state.report(name, self.grant.sha256, str(error), wrong=wrong, rejected=is_final)
+        return is_final
 
 
 class GrantedProviders(Providers):
@@ -121,11 +131,11 @@ class LeaseFetches:
     ) -> None:
         self.failure: Exception | None = None
         self._feed, self._granted, self._first_key = feed, granted, first_key
-        self._job, self._leases, self._dataset = job, leases, job.dataset
+        self.job, self.leases, self._dataset = job, leases, job.dataset
         self._needs: dict[str, tuple[ActiveLease, PlanNeeds, float]] = {}  # by lease id; since when
-        self._lock = threading.Lock()  # guards the next two
-        self._origins: dict[str, Origin] = {}  # by URL
-        self._rejected: dict[tuple[str, str], NetworkError | None] = {}  # (peer id or URL, slice) to why, if so
+        self.open_url = lru_cache(_MAX_URLS)(lambda url: open_untrusted_origin(url, job.from_urls))
+        # By slice, and by peer id or URL: why it is not asked again; None: it was reported, and is asked.
+        self.faults = defaultdict[str, dict[str, NetworkError | None]](dict)
         self._num_misses, self._not_before = 0, 0.0
         self._starved_at: float | None = None
 
@@ -139,7 +149,7 @@ class LeaseFetches:
                 self._check(started)
         self._feed.fetch()  # There may be space now.
         while time.monotonic() >= self._not_before:
-            with self._leases.locked() as state:
+            with self.leases.locked() as state:
                 lease = state.next_to_fetch()
             if lease is None or not self._start(lease):
                 return
@@ -175,7 +185,7 @@ class LeaseFetches:
             self._feed.need(needs, zero + key, zero, zero + grant.bytes, zero)
         except NoSpaceError:
             self._feed.release(needs)
-            with self._leases.locked():
+            with self.leases.locked():
                 lease.is_fetching = False
             return False
         self._needs[grant.lease_id] = lease, needs, time.monotonic()
@@ -196,8 +206,8 @@ class LeaseFetches:
         entry = needs.groups[0].entry
         assert entry is not None
         self._num_misses = 0
-        proof = prove(grant.lease_id, self._job.identity.peer_id, entry.path, grant.bytes)
-        with self._leases.locked() as state:
+        proof = prove(grant.lease_id, self.job.identity.peer_id, entry.path, grant.bytes)
+        with self.leases.locked() as state:
             if lease.path is not None or state.fetched(lease, entry.path, time.monotonic() - since, proof):
                 return
         self.release(grant)
@@ -206,7 +216,7 @@ class LeaseFetches:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, (NetworkError, OSError)):  # A full disk may have space again.
             cause = cause.__cause__
-        with self._leases.locked() as state:
+        with self.leases.locked() as state:
             if isinstance(error, IntegrityError):
                 state.fail(lease, str(error))
             else:
@@ -225,7 +235,7 @@ class LeaseFetches:
     def _check_supply(self, error: Exception | None) -> None:
         """End the work once there was nothing to use for too long, since no peer sends it: for `error`, if given."""
         now = time.monotonic()
-        with self._leases.locked() as state:
+        with self.leases.locked() as state:
             is_fed = any(lease.path is not None and not lease.is_spent for lease in state.leases)
             waits = state.cause in ("paused", "barred", "leased") and not (error or state.fetching())
             is_missed = self._num_misses > 0 and not waits
@@ -236,38 +246,14 @@ class LeaseFetches:
             self._starved_at = None
         elif self._starved_at is None:
             self._starved_at = now
-        elif now - self._starved_at > self._job.patience_s and (error is not None or is_unserved):
+        elif now - self._starved_at > self.job.patience_s and (error is not None or is_unserved):
             if error is None or isinstance(error, NetworkError):
                 error = NetworkError(
-                    f"worker: expected slices to use, got none for {self._job.patience_s:g} s: {reason.rstrip('.')}. "
+                    f"worker: expected slices to use, got none for {self.job.patience_s:g} s: {reason.rstrip('.')}. "
                     "Start a data node that has them (forebay serve)."
                 )
             self._end(error)
 
     def _end(self, error: Exception) -> None:
         self.failure = self.failure or error
-        self._leases.close()
-
-    def open_source(self, grant: Lease, provider: Provider) -> Origin:
-        """Return the peer or the URL of a provider, not connected yet. Raises PermanentError if it may not be asked."""
-        if not provider.is_url:
-            return PeerSource(self._job.client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S)
-        with self._lock:
-            if provider.address not in self._origins:
-                if len(self._origins) >= _MAX_URLS:
-                    self._origins.clear()
-                self._origins[provider.address] = open_untrusted_origin(provider.address, self._job.from_urls)
-            return self._origins[provider.address]
-
-    def rejection(self, name: str, grant: Lease) -> NetworkError | None:
-        """Return why a source is not asked for a slice again, if so."""
-        return self._rejected.get((name, grant.sha256))
-
-    def report(self, name: str, grant: Lease, error: NetworkError, *, wrong: bool, is_final: bool) -> None:
-        """Report a source to the scheduler, once; if `is_final`, it is not asked for this slice again."""
-        with self._lock:
-            if (name, grant.sha256) in self._rejected and (self._rejected[name, grant.sha256] or not is_final):
-                return
-            self._rejected[name, grant.sha256] = error if is_final else None
-        with self._leases.locked() as state:
-            state.report(name, grant.sha256, str(error), wrong=wrong, rejected=is_final)
+        self.leases.close()
