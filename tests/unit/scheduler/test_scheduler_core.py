@@ -1,6 +1,7 @@
 """The scheduler core under workers that join, crash, stall, lie and repeat themselves: samples are used once."""
 
-from dataclasses import dataclass, field, replace
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from forebay.errors import LeaseError, UsageError
-from forebay.lease.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
+from forebay.lease.messages import ExchangeRequest, ExchangeResult, FailedLease
 from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
+from support.lease_worker import DATASET, Worker
 from support.scheduling import exchange, full_use
 
 WORKERS = ("a", "b", "c", "d")
@@ -23,71 +25,7 @@ WORKERS = ("a", "b", "c", "d")
 
 def spec(samples: list[int], **settings: object) -> JobSpec:
     settings = {"lease_s": 10.0, "stall_s": 40.0, "steal_s": 0.5, **settings}
-    return JobSpec("x", "x0", np.array(samples, np.int64), **settings)
-
-
-@dataclass
-class HeldLease:
-    """A lease as its worker knows it: it uses [position, stop), without an answer never beyond `declared`."""
-
-    grant: LeaseGrant
-    position: int
-    stop: int
-    recorded: int
-    declared: int = 0
-
-
-@dataclass
-class Worker:
-    """A worker that keeps to the rules."""
-
-    name: str
-    session: int = 0
-    answered: bool = True
-    leases: dict[str, HeldLease] = field(default_factory=dict)
-
-    def request(self, want: int, more: int) -> ExchangeRequest:
-        uses = []
-        for lease_id, lease in self.leases.items():
-            if lease.position > lease.recorded:
-                grant = lease.grant
-                uses.append(Used(lease_id, grant.epoch, grant.slice, lease.recorded, lease.position, 1))
-            if self.answered:
-                lease.declared = max(lease.declared, min(lease.stop, lease.position + more))
-        self.answered = False
-        declared = {lease_id: lease.declared for lease_id, lease in self.leases.items()}
-        return ExchangeRequest(
-            "", str(self.session), known_leases=tuple(self.leases), uses=tuple(uses), signature="ab",
-            declared_until=declared, want=want,
-        )  # fmt: skip
-
-    def work(self, more: int) -> None:
-        """Train without an answer: up to what was declared."""
-        for lease in self.leases.values():
-            lease.position = max(lease.position, min(lease.declared, lease.stop, lease.position + more))
-
-    def receive(self, reply: ExchangeResult) -> None:
-        self.answered = True
-        for lease_id in reply.lost:
-            self.leases.pop(lease_id, None)
-        for no in reply.refused:
-            if no.code == "lost":
-                self.leases.pop(no.lease_id, None)
-            elif no.lease_id in self.leases:
-                self.leases[no.lease_id].recorded = no.offset
-        for yes in reply.uses:
-            if yes.lease_id in self.leases:
-                self.leases[yes.lease_id].recorded = yes.offset
-        for lease_id, live in reply.active.items():
-            lease = self.leases.get(lease_id)
-            if lease is not None:
-                # The law: a cut is never before what the worker may have used already.
-                assert live.stop >= min(lease.position, lease.stop)
-                lease.stop = live.stop
-                if lease.recorded >= lease.stop:
-                    del self.leases[lease_id]
-        for grant in reply.leases:
-            self.leases[grant.lease_id] = HeldLease(grant, grant.start, grant.stop, grant.start, grant.start)
+    return JobSpec("x", DATASET, np.array(samples, np.int64), **settings)
 
 
 class Churn(RuleBasedStateMachine):
@@ -102,8 +40,9 @@ class Churn(RuleBasedStateMachine):
         self.core = SchedulerCore(self.spec)
         self.now = 0.0
         self.events = []
-        self.workers = {name: Worker(name) for name in WORKERS}
+        self.workers = {name: Worker(name, self) for name in WORKERS}
         self.salts = 0
+        self.chance, self.anew = random.Random(0), 0.5
         self.counts = {}
 
     def keep(self, happened: list[Event]) -> None:
@@ -123,38 +62,35 @@ class Churn(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(WORKERS),
-        want=st.integers(0, 2),
         trained=st.integers(0, 4),
         num_ahead=st.integers(0, 3),
         fate=st.sampled_from(["answered", "answered", "answered", "unanswered", "twice"]),
     )
-    def exchange_once(self, name: str, want: int, trained: int, num_ahead: int, fate: str) -> None:
+    def exchange_once(self, name: str, trained: int, num_ahead: int, fate: str) -> None:
         worker = self.workers[name]
-        worker.work(trained)
-        request = worker.request(want, num_ahead)
-        reply = self.exchange(name, request)
-        worker.work(num_ahead)
+        for _ in range(trained):
+            worker.work()
+        reply = self.exchange(name, worker.next_request())
+        for _ in range(num_ahead):
+            worker.work()
         if fate == "twice":
-            reply = self.exchange(name, request)
+            reply = self.exchange(name, worker.next_request())
         if fate != "unanswered":
             worker.receive(reply)
 
     @rule(name=st.sampled_from(WORKERS))
     def crash(self, name: str) -> None:
-        worker = self.workers[name]
-        worker.leases.clear()
-        worker.session += 1
+        self.salts += 1
+        self.workers[name] = Worker(f"{name}{self.salts}", self)
 
     @rule(name=st.sampled_from(WORKERS), how=st.sampled_from(["release", "fail"]))
     def give_up(self, name: str, how: str) -> None:
         worker = self.workers[name]
-        ids = tuple(worker.leases)
-        failed = tuple(FailedLease(lease_id, "unreadable") for lease_id in ids) if how == "fail" else ()
-        release = ids if how == "release" else ()
-        worker.leases.clear()
-        self.exchange(
-            name, ExchangeRequest(session=str(worker.session), known_leases=(), release=release, failed=failed)
-        )
+        for lease in worker.leases.leases:
+            if how == "fail":
+                worker.leases.fail(lease, "unreadable")
+            lease.is_dropped |= how == "release"
+        self.exchange_once(name, 0, 0, "answered")
 
     @rule(name=st.sampled_from(WORKERS), lease=st.integers(0, 40), start=st.integers(0, 7), declared=st.integers(0, 9))
     def lie(self, name: str, lease: int, start: int, declared: int) -> None:
@@ -217,15 +153,16 @@ class Churn(RuleBasedStateMachine):
             return
         self.keep(self.core.pause(False))
         self.keep(self.core.readmit())
-        last = Worker("last")
+        last = Worker("last", self)
         for _ in range(400):
             if self.core.table.done:
                 break
             self.now += 41.0
             self.keep(self.core.expire(self.now))
             for _ in range(8):
-                last.receive(self.exchange("last", last.request(2, 99)))
-                last.work(99)
+                last.receive(self.exchange("last", last.next_request()))
+                for _ in range(40):
+                    last.work()
         assert self.core.table.done
         table = self.core.table
         for ended in [event for event in self.events if isinstance(event, events.EpochEnded)]:
@@ -356,7 +293,7 @@ def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once:
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
     core = SchedulerCore(spec([3] * 8))
     core.add_origins([Provider("origin", "h:1", True)], 0.0)
-    exchange(core, "a", address="h:2", cached={"x0": "0-7"})
+    exchange(core, "a", address="h:2", cached={DATASET: "0-7"})
     grant = exchange(core, "b", want=1).leases[0]
     assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
     invalid = ProviderFault("a", grant.slice, "wrong bytes")
@@ -379,7 +316,7 @@ def test_wrong_jobs_and_ranges_are_refused() -> None:
         exchange(core, "w", job="y")
     for ranges in ("7", "0-1", "2-1", "0,0", "0-999999999"):
         with pytest.raises(LeaseError, match="cached"):
-            exchange(core, "w", cached={"x0": ranges})
+            exchange(core, "w", cached={DATASET: ranges})
     # A few bytes of ranges take no memory for an id that is none of its datasets'.
-    exchange(core, "w", cached={"x9": "0-999999999"})
+    exchange(core, "w", cached={"cd" * 32: "0-999999999"})
     assert core.sessions.all["w", ""].cached is None
