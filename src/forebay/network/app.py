@@ -191,14 +191,6 @@ def describe_error(description: str) -> dict[str, Any]:
     return {"description": description, "content": {JSON: {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}}
 
 
-RANGED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {BINARY: {}}, "description": "All of it."},
-    206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
-    416: describe_error("The range is malformed or not in the file."),
-}
-"""The responses of a route that sends a `FileRange`."""
-
-
 def role(name: str) -> dict[str, Any]:
     """The role that a certificate needs, for a route's `openapi_extra`; checked before the body is read."""
     return {"x-role": name}

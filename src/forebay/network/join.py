@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
+from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
 from forebay.network.peer import Scope
 from forebay.network.pki import certificates
@@ -73,7 +74,7 @@ def sign_token(issuer: Issuer, token: JoinToken) -> str:
         raise UsageError(
             f"invite: expected at least one use and days above zero, got {token.uses} and {token.valid_days}"
         )
-    body = json.dumps(asdict(token), sort_keys=True, separators=(",", ":")).encode()
+    body = canonical_json(asdict(token))
     signature = issuer.key.sign(b"forebay/2 token\n" + body)
     return _PREFIX + ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (body, signature))
 

@@ -138,14 +138,7 @@ class PeerOrigin(Origin):
         return self._ask(get_valid, name)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a small file of the dataset, as the first peer that has it says."""
-
-        def ask(source: Origin) -> int:
-            if not isinstance(source, PeerSource):
-                raise PermanentError(f"{source.url}: not a peer of {self.url}")
-            return source.size(name)
-
-        return self._ask(ask, name)
+        return self._ask(lambda source: source.size(name), name)
 
     def _ask(self, request: Callable[[Origin], _T], name: str) -> _T:
         """The first response of a source; else the last transient error, or the last one."""

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 from urllib.parse import quote, unquote
 
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
@@ -22,6 +22,7 @@ from forebay.storage.http import WebOrigin
 
 REQUEST_BYTES = 2 << 20
 STALL_S = 10.0
+T = TypeVar("T")
 MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for
 log = logging.getLogger("forebay.network")
 FromUrls: TypeAlias = Literal["", "public", "any"]
@@ -67,27 +68,22 @@ class PeerSource(Origin):
                 raise _classify_error(self.url, fault)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        return self._get(self._file_path(name), max_bytes)
-
-    def _get(self, path: str, max_bytes: int) -> bytes:
-        try:
-            return self.client.get_bytes(self.address, path, max_bytes, self.peer_id, self.stall_s)
-        except NetworkError as error:
-            raise _classify_error(self.url, error) from error
+        return self._ask(self.client.get_bytes, self._file_path(name), max_bytes, self.peer_id, self.stall_s)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a small file of the dataset. Errors as of `read`."""
+        byte = memoryview(bytearray(1))
+        return self._ask(self.client.read_range, self._file_path(name), byte, 0, self.peer_id, self.stall_s)
+
+    def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
         try:
-            return self.client.read_range(
-                self.address, self._file_path(name), memoryview(bytearray(1)), 0, self.peer_id, timeout_s=self.stall_s
-            )
+            return request(self.address, *arguments)
         except NetworkError as error:
             raise _classify_error(self.url, error) from error
 
     def leaves(self, name: str, info: SliceInfo) -> bytes:
         path = f"/v1/slices/{self.sha256_of(name)}/chunks?chunk_bytes={info.chunk_bytes}"
         size = num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES
-        return self._get(path, size)
+        return self._ask(self.client.get_bytes, path, size, self.peer_id, self.stall_s)
 
     def _file_path(self, name: str) -> str:
         return f"/v1/datasets/{self.dataset_id}/{quote(name)}"
@@ -176,4 +172,4 @@ class UnusableOrigin(Origin):
     def read(self, *_: Any, **__: Any) -> NoReturn:
         raise PermanentError(str(self.reason)) from self.reason
 
-    get = leaves = read
+    get = size = leaves = read

@@ -19,6 +19,7 @@ from pydantic import Field, StringConstraints, TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.files import atomic_write
+from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
 from forebay.network.discovery import Claim
 from forebay.network.pki.certificates import der_of, pem_of, verify_certificate
@@ -50,7 +51,7 @@ class Publication:
     def signed_bytes(self) -> bytes:
         """Canonical bytes that the signature covers."""
         body = {key: value for key, value in asdict(self).items() if key not in ("signature", "format")}
-        return b"forebay/3 publication\n" + json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        return b"forebay/3 publication\n" + canonical_json(body)
 
 
 _PUBLICATION = TypeAdapter(Publication)

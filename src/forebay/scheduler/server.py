@@ -27,17 +27,7 @@ from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError,
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
 from forebay.load.packing import DocumentSubset
-from forebay.network.app import (
-    RANGED,
-    ApiError,
-    JsonResponse,
-    Metric,
-    file_response,
-    make_app,
-    peer_of,
-    role,
-    source_of,
-)
+from forebay.network.app import ApiError, JsonResponse, Metric, file_response, make_app, peer_of, role, source_of
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
@@ -56,6 +46,7 @@ from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
 from forebay.storage.locks import Lock
+from forebay.swarm.share import RANGED
 from forebay.swarm.tracker import BanLog
 
 ORIGIN_TTL_S = 20.0  # a data node that died is named for so long

@@ -110,6 +110,10 @@ class Origin(Protocol):
         """Return a small object. Errors as of `read`; PermanentError if it is larger than `max_bytes`."""
         raise PermanentError(f"{self.url}: expected the name of a slice, got {name}")
 
+    def size(self, name: str) -> int:
+        """Return the bytes of an object. Errors as of `read`; UsageError if the origin does not say it."""
+        return as_object_origin(self).head(name).bytes
+
     def leaves(self, name: str, info: SliceInfo) -> bytes:
         """Return the hashes of the chunks of a slice, not verified. Errors as of `read`."""
         raise PermanentError(f"{self.url}: has no hashes of the chunks of {name}")

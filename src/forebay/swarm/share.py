@@ -33,10 +33,10 @@ from forebay.dataset.reader import Dataset, listed_files
 from forebay.errors import DatasetError, NetworkError, ProtocolError
 from forebay.network.app import (
     BINARY,
-    RANGED,
     ApiError,
     JsonResponse,
     counter,
+    describe_error,
     file_response,
     gauge,
     make_app,
@@ -48,11 +48,10 @@ from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
-from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import advertised_host
 from forebay.network.server import Server
-from forebay.storage.base import PermanentError, as_object_origin, origin_of, read_small
+from forebay.storage.base import PermanentError, origin_of, read_small
 from forebay.storage.hosts import parse_address
 from forebay.storage.origins import fetch_object
 from forebay.swarm.tracker import Tracker
@@ -60,6 +59,12 @@ from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.share")
 _MAX_SMALL_BYTES = 1 << 30
+RANGED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {BINARY: {}}, "description": "All of it."},
+    206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
+    416: describe_error("The range is malformed or not in the file."),
+}
+"""The responses of a route that sends a `FileRange`."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +117,7 @@ class SmallFiles(dict[str, bytes | Path]):
         num_bytes = 0
         for name, sha256 in sorted(listed_files(dataset.manifest).items()):
             try:
-                size = (
-                    origin.size(name) if isinstance(origin, PeerOrigin) else as_object_origin(origin).head(name).bytes
-                )
+                size = origin.size(name)
                 if (num_bytes := num_bytes + size) > _MAX_SMALL_BYTES:
                     raise DatasetError(f"expected at most {_MAX_SMALL_BYTES} bytes, got {num_bytes}")
                 with tempfile.TemporaryFile() as copy:

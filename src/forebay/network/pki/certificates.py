@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
 from forebay.errors import ProtocolError, UsageError
+from forebay.ledger.chain import canonical_json
 from forebay.network.peer import ROLES, UNBOUNDED, Peer, Scope
 from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
 
@@ -85,7 +86,7 @@ def issue(
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
     if scope != UNBOUNDED:
         body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
-        raw = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        raw = canonical_json(body)
         builder = builder.add_extension(x509.UnrecognizedExtension(SCOPE_OID, raw), critical=False)
     if not issuer.is_root:
         carried = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
