@@ -206,19 +206,6 @@ def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: H
         serve(server.identity, handler, host="192.0.2.1").start()
 
 
-def test_strangers_make_room_and_a_full_server_takes_nobody(make_identity: Make, handler: Handler) -> None:
-    limits = patient(connections=2, handshakes_per_address=1)
-    with serve(make_identity("s"), handler, limits=limits) as server, contextlib.ExitStack() as stack:
-        first, second, third = (stack.enter_context(PatientClient(make_identity(name))) for name in "abc")
-        assert is_served(first, server)
-        for _ in range(5):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        until(lambda: server.refused_connections >= 4)
-        assert is_served(second, server) and server.num_connections == 2
-        with pytest.raises(NetworkError, match="cannot reach"):
-            is_served(third, server)
-
-
 def test_a_loop_that_fails_begins_again_on_the_same_port(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
