@@ -61,7 +61,8 @@ REFUSED = {
     # Every sample of an epoch is leased until it is used. The ends of workers' leases are short batches: only the
     # workers' speed could say which samples they leave out, and the ledger would miss these.
     ("lease", "drop_last"): "drop_last=True is not supported with scheduler=.*Leave it out",
-    # Workers step apart, each with batches of batch_size: no step has a global batch.
+    # Workers step apart: no step has a global batch. A worker's batch_size stays, as the ledger derives from it which
+    # samples of a receipt a step had.
     ("lease", "growing"): r"global_batch_size=\[\[0, .* is not supported with scheduler=.*Leave it out",
     # A rank has the share of each dataset that its slices are, whatever the weights are.
     ("owned", "mixture"): r"dataset=Mixture.* is not supported with assignment='owned'. Use assignment='global'",
