@@ -13,7 +13,7 @@ DATASET = "ab" * 32
 BATCH, RECEIPT_S = 3, 1.0
 
 
-LEASE = json.loads("""{"name": "s", "bytes": 100, "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens",
+LEASE = json.loads("""{"bytes": 100, "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens",
     "dtype": "U16", "vocab_size": 1}""") | {"sha256": DATASET}
 
 

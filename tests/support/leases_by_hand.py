@@ -39,8 +39,8 @@ def table_of(sha256: str, num_bytes: int, chunk_bytes: int = 0) -> SliceTable:
 def lease_of(row: SliceInfo, dataset_id: str, providers: Sequence[dict], lease_id: str = "1") -> dict[str, Any]:
     """Return a lease of a slice as a scheduler grants it."""
     return json.loads(LEASE) | {
-        "lease_id": lease_id, "slice": row.index, "dataset_id": dataset_id, "name": row.name, "sha256": row.sha256,
-        "bytes": row.bytes, "chunk_bytes": row.chunk_bytes,
+        "lease_id": lease_id, "slice": row.index, "dataset_id": dataset_id, "sha256": row.sha256,
+        "bytes": row.bytes,
         "providers": [{"peer_id": "", **provider} for provider in providers],
     }  # fmt: skip
 

@@ -64,7 +64,7 @@ class LeaseProviders:
     grant: Lease
 
     def __post_init__(self) -> None:
-        self.url = f"the providers of the lease of {self.grant.name}"
+        self.url = f"the providers of the lease of slice {self.grant.slice}"
         self._sources: dict[str, Origin] = {}  # By peer id or URL.
 
     def sources(self) -> list[Origin]:
@@ -87,8 +87,8 @@ class LeaseProviders:
         if usable := [source for name, source in self._sources.items() if name not in rejected]:
             return usable
         if rejected and all(isinstance(fault, IntegrityError) for fault in rejected.values()):
-            raise IntegrityError(f"slice {grant.name}: {'; '.join(map(str, rejected.values()))}")
-        raise PermanentError(f"slice {grant.name}: none of its providers can be used: {reason}")
+            raise IntegrityError(f"slice {grant.slice}: {'; '.join(map(str, rejected.values()))}")
+        raise PermanentError(f"slice {grant.slice}: none of its providers can be used: {reason}")
 
     def report(self, source: Origin, error: NetworkError) -> bool:
         """Report a source to the scheduler, once; one at fault is not asked for this slice again."""
@@ -167,13 +167,13 @@ class LeaseFetches:
         grant, table = lease.grant, self._dataset.table
         row = table.row(grant.slice) if grant.slice < len(table) else None
         if row is None or (grant.dataset_id, grant.sha256) != (self._dataset.id, row.sha256):
-            reason = f"slice {grant.name}: expected one of the dataset {self._dataset.id}, got another."
+            reason = f"slice {grant.slice}: expected one of the dataset {self._dataset.id}, got another."
             self._fail(lease, IntegrityError(reason))
             return True
         budget = self._feed.open_cache().budget_bytes
         if grant.bytes > budget:
             self._end(
-                UsageError(f"cache: slice {grant.name} has {grant.bytes} bytes, the budget is {budget}. Raise it.")
+                UsageError(f"cache: slice {grant.slice} has {grant.bytes} bytes, the budget is {budget}. Raise it.")
             )
             return False
         key = self._first_key + grant.slice

@@ -29,7 +29,6 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.errors import ProtocolError
 from forebay.ledger.chain import Used
 from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
@@ -223,8 +222,6 @@ class Lease(LeaseGrant):
     bytes: Annotated[int, Field(ge=1, le=2**62)]
     sample_base: Count
     seed: int
-    name: str = ""  # this and the next are not sent: a worker has them from the dataset's table
-    chunk_bytes: Count = MAX_CHUNK_BYTES
 
 
 @dataclass(frozen=True)

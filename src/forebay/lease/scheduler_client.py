@@ -72,14 +72,8 @@ class SchedulerClient:
 
     def read_job(self) -> dict[str, Any]:
         """The job's description, as of `GET /v1/job`; the scheduler is pinned. Raises as `exchange`."""
-        is_known = self._peer_id is not None  # else finding the scheduler reads its job
-
-        def get(address: str) -> dict[str, Any]:
-            if is_known and not self._is_ours(address):
-                raise NetworkError(self._reason)
-            return self.job
-
-        return self._repeat(get)
+        # If it is not known yet, finding it reads its job.
+        return self._repeat(self._read if self._peer_id is not None else lambda address: self.job)
 
     def addresses(self) -> list[str]:
         """The scheduler's address, if it is known."""
@@ -143,27 +137,26 @@ class SchedulerClient:
                     self._reason = "the DHT names none"
                 except NetworkError as error:
                     self._reason = f"the DHT cannot be reached: {error}"
-            for address in filter(self._is_ours, dict.fromkeys(candidates)):
-                self._address = address
-                return address
+            for address in dict.fromkeys(candidates):
+                try:
+                    self._read(address)
+                except NetworkError as error:
+                    self._reason = str(error)
+                else:
+                    self._address = address
+                    return address
             return None
 
-    def _is_ours(self, address: str) -> bool:
-        """Whether the scheduler of this name answers there: the pinned one, or else a certified one."""
+    def _read(self, address: str) -> dict[str, Any]:
+        """The job of the scheduler at an address. NetworkError if it is not the pinned one, or a certified one."""
         self._reason = f"{address} has not answered yet"
-        try:
-            # The DHT may name peers that are not certified as schedulers; they get no request.
-            answer, peer = self.client.request_json(
-                address, "GET", "/v1/job", None, self._peer_id, 3.0, MAX_JOB_BYTES, role=_ROLE
-            )
-        except NetworkError as error:
-            self._reason = str(error)
-            return False
+        # The DHT may name peers that are not certified as schedulers; they get no request.
+        answer, peer = self.client.request_json(
+            address, "GET", "/v1/job", None, self._peer_id, 3.0, MAX_JOB_BYTES, role=_ROLE
+        )
         if self.name and answer.get("name") != self.name:
-            self._reason = f"{address} answers for another job"
-            return False
+            raise NetworkError(f"{address} answers for another job")
         if self._job_id not in (None, answer.get("job_id")):
-            self._reason = f"{address} has started another job"
-            return False
+            raise NetworkError(f"{address} has started another job")
         self._peer_id, self._job_id, self.job = peer.peer_id, str(answer.get("job_id")), answer
-        return True
+        return answer

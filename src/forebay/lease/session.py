@@ -25,7 +25,7 @@ from forebay.errors import ForebayError
 from forebay.fetch.feed import ChunkFeed
 from forebay.lease.fetching import CacheIndex, GrantedProviders, LeaseFetches
 from forebay.lease.job import LeaseJob
-from forebay.lease.messages import Cause, ExchangeReply, ExchangeRequest, Lease, WorkerStats
+from forebay.lease.messages import Cause, ExchangeReply, ExchangeRequest, WorkerStats
 from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
@@ -165,7 +165,6 @@ class LeaseSession(Closing):
             address=share.address if share is not None else "", stats=self._stats() if is_due else None,
         ).to_json()  # fmt: skip
         reply = ExchangeReply.from_json(job.scheduler.exchange(body, patience_s))
-        reply = replace(reply, leases=tuple(map(self._with_table, reply.leases)))
         self.index.mark_reported(cached)
         self._reports_all = reply.report_cached
         with self.leases.locked() as state:
@@ -184,13 +183,6 @@ class LeaseSession(Closing):
             origin_bytes=origin_bytes, peer_bytes=max(0, int(totals.get("fetched_bytes", 0)) - origin_bytes),
             shared_bytes=self._share.bytes_sent if self._share is not None else 0,
         )  # fmt: skip
-
-    def _with_table(self, lease: Lease) -> Lease:
-        table = self.job.dataset.table
-        if lease.slice >= len(table):  # the dataset has no such slice: the lease is refused when it is opened
-            return replace(lease, name=f"slice {lease.slice}")
-        row = table.row(lease.slice)
-        return replace(lease, name=row.name, chunk_bytes=row.chunk_bytes)
 
     def _open_share(self, share: str, upload_bytes_per_s: float | None) -> SliceShare:
         self.job.identity.audit = self.job.identity.audit or open_audit_log()

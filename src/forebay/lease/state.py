@@ -160,16 +160,16 @@ class LeaseState:
     def describe_wait(self) -> str:
         """What keeps the next step from starting, as text for a log line."""
         fault = f"; the last fault: {self.fault}" if self.fault else ""
-        if names := self.fetching():
-            return f"{len(names)} slices to be fetched: {', '.join(names[:3])}{fault}"
+        if slices := self.fetching():
+            return f"{len(slices)} slices to be fetched: {', '.join(map(str, slices[:3]))}{fault}"
         if self._awaits_reply:
             return "an answer of the scheduler"
         return f"a lease: {self.reason or 'the scheduler has none free now'}{fault}"
 
-    def fetching(self) -> list[str]:
+    def fetching(self) -> list[int]:
         """The slices of leases of which nothing was taken, as they are still to be fetched."""
         return [
-            lease.grant.name
+            lease.grant.slice
             for lease in self.leases
             if lease.path is None and not lease.ended and lease.started < lease.stop
         ]

@@ -308,7 +308,7 @@ class LeaseOrder:
     def _open_lease(self, source: int, session: LeaseSession, lease: ActiveLease) -> None:
         grant, expected = lease.grant, self._counts[source][lease.grant.slice]
         if grant.count != expected:
-            _fail(session, lease, f"slice {grant.name}: expected {expected} samples, got {grant.count}.")
+            _fail(session, lease, f"slice {grant.slice}: expected {expected} samples, got {grant.count}.")
             with session.leases.locked() as state:
                 state.finish(lease)
             return
@@ -331,6 +331,6 @@ class LeaseOrder:
 
 
 def _fail(session: LeaseSession, lease: ActiveLease, reason: str) -> None:
-    _log.warning("slice %s cannot be used; its lease is returned: %s", lease.grant.name, reason)
+    _log.warning("slice %d cannot be used; its lease is returned: %s", lease.grant.slice, reason)
     with session.leases.locked() as state:
         state.fail(lease, reason)

@@ -245,7 +245,7 @@ class Worker:
         self.silence_s, self._replied_at = max(self.silence_s, now - self._replied_at), now
         leases = tuple(
             Lease(
-                **vars(grant), job_id=grant.job, name=str(grant.slice), sha256=f"{grant.slice:064x}",
+                **vars(grant), job_id=grant.job, sha256=f"{grant.slice:064x}",
                 bytes=self.net.settings.slice_bytes, sample_base=0, seed=0,
             )
             for grant in reply.leases
