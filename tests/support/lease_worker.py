@@ -1,4 +1,4 @@
-"""A worker's lease state in virtual time; `world` has the moment `now`, and the chance `anew` of another request."""
+"""A worker's lease state in virtual time; `world` has the moment `now`, and the chance `renewal` of a new request."""
 
 import json
 from collections import Counter
@@ -63,7 +63,7 @@ class Worker:
 
     def next_request(self) -> ExchangeRequest:
         """Another attempt of the request that has no reply, that or a new one; or the next."""
-        if self.request is None or self.world.chance.random() < self.world.anew:
+        if self.request is None or self.world.chance.random() < self.world.renewal:
             self.request = self.leases.request(self.world.now)
         self.attempt += 1
         return replace(self.request, session=self.name, attempt=self.attempt, signature="00")

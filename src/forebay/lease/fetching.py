@@ -233,7 +233,7 @@ class LeaseFetches:
             self._check_supply(error)
 
     def _check_supply(self, error: Exception | None) -> None:
-        """End the work once there was nothing to use for too long, since no peer sends it: for `error`, if given."""
+        """End the work once there was nothing to use for too long, as no provider sends it: for `error`, if given."""
         now = time.monotonic()
         with self.leases.locked() as state:
             is_fed = any(lease.path is not None and not lease.is_spent for lease in state.leases)

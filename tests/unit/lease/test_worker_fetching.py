@@ -265,10 +265,10 @@ def test_a_slice_waits_for_space_until_others_are_used(worker: FetchingWorker, m
     assert worker.fetched(current) == CONTENT
 
 
-@pytest.mark.parametrize("cause, is_node, ends", [("unserved", False, True), ("leased", False, False),
+@pytest.mark.parametrize("cause, is_node, is_end", [("unserved", False, True), ("leased", False, False),
     ("paused", False, False), ("leased", True, False), ("avoided", True, True)])  # fmt: skip
 def test_without_a_slice_for_its_patience_a_worker_ends_unless_others_have_them(
-    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, ends: bool
+    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, is_end: bool
 ) -> None:
     """With a node that is gone, each lease ends with a fault, and another one follows."""
     node = make_node("gone")
@@ -276,14 +276,14 @@ def test_without_a_slice_for_its_patience_a_worker_ends_unless_others_have_them(
     for number in range(4):
         if worker.fetcher.failure is not None:
             break
-        if is_node and (ends or not number):
+        if is_node and (is_end or not number):
             worker.lost(lease(worker, node, lease_id=f"{number}"))
         request = worker.leases.request(time.monotonic())
         reply = answer(lost=list(request.known_leases or ()), cause=cause, reason=f"since {cause}")
         worker.leases.receive(request, reply, time.monotonic())
         clock[0] += 4.0
         worker.fetcher.update()
-        told = worker.leases.describe_wait()
-        assert told.startswith(f"a lease: since {cause}") and ("cannot reach" in told) == is_node
-    assert (worker.fetcher.failure is not None) == ends
-    assert not ends or ("cannot reach" if is_node else "since unserved") in str(worker.fetcher.failure)
+        message = worker.leases.describe_wait()
+        assert message.startswith(f"a lease: since {cause}") and ("cannot reach" in message) == is_node
+    assert (worker.fetcher.failure is not None) == is_end
+    assert not is_end or ("cannot reach" if is_node else "since unserved") in str(worker.fetcher.failure)

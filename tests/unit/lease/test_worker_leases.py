@@ -16,8 +16,8 @@ from support.lease_worker import BATCH, DATASET, RECEIPT_S, Worker
 
 
 class World:
-    def __init__(self, seed: int, sizes: list[int], epochs: int, anew: float = 0.0) -> None:
-        self.anew = anew  # The chance that another attempt is a new request, and not the same again.
+    def __init__(self, seed: int, sizes: list[int], epochs: int, renewal: float = 0.0) -> None:
+        self.renewal = renewal  # The chance that another attempt is a new request, and not the same again.
         self.chance = random.Random(seed)
         self.now = 0.0
         spec = JobSpec("job", DATASET, np.array(sizes, np.int64), epochs=epochs, lease_s=30.0, steal_s=0.1)
@@ -62,7 +62,7 @@ def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: 
     """Workers that live and speak waste nothing, lose nothing that they began, and use no sample of another's."""
     chance = random.Random(seed)
     sizes = [chance.randint(0, 40) for _ in range(chance.randint(1, 12))] + [7]
-    world = World(seed, sizes, epochs=2, anew=seed % 2)
+    world = World(seed, sizes, epochs=2, renewal=seed % 2)
     workers = [Worker(f"w{i}", world, chance.choice([0.01, 0.05, 0.5])) for i in range(chance.randint(2, 5))]
     for _ in range(20_000):
         worker = chance.choice(workers)

@@ -42,7 +42,7 @@ class Churn(RuleBasedStateMachine):
         self.events = []
         self.workers = {name: Worker(name, self) for name in WORKERS}
         self.salts = 0
-        self.chance, self.anew = random.Random(0), 0.5
+        self.chance, self.renewal = random.Random(0), 0.5
         self.counts = {}
 
     def keep(self, happened: list[Event]) -> None:

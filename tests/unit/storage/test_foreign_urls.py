@@ -14,6 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.data_node import DataNode
+from forebay.dataset.lengths import LENGTHS_FILE
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.mirror import mirror, mirror_by_swarm
@@ -183,7 +185,10 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
     monkeypatch.setattr("forebay.swarm.reader._REFUSED_S", 0.01)
     table, url = LocalDiscovery(), "forebay://test-network/corpus"
     served = open_remote(f"{web.url}/corpus")
-    with DataNode(make_identity("data"), [served], "127.0.0.1", 0, table):
+    with DataNode(make_identity("data"), [served], "127.0.0.1", 0, table) as node:
+        files = node._shared[dataset.id].files
+        assert [name for name in files if isinstance(files[name], bytes)] == [TABLE_FILE, MANIFEST_FILE]
+        assert files[LENGTHS_FILE].read_bytes() == (dataset.path / LENGTHS_FILE).read_bytes()
         web.reset()
         for leave in ("",) if share else ("", "public"):
             target = tmp_path / f"copy-{leave}"
