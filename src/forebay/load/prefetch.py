@@ -1,8 +1,7 @@
 """Items of a generator, made by the caller, or ahead of it by a thread while the caller is busy.
 
 The thread makes items only when the caller has not asked for `_BUSY_S`. A caller that asks again at once makes each
-item
-itself, and no item is handed from thread to thread: prefetching is then as fast as none.
+item itself, and no item is handed from thread to thread: prefetching is then as fast as none.
 """
 
 import threading
@@ -52,6 +51,8 @@ class Prefetcher(Generic[_T]):
 
     def __next__(self) -> _T:
         item = self._take() if self._depth else self._make()
+        if self._stop.is_set():  # Closed meanwhile: what was made of it may lack chunks.
+            raise StopIteration
         if isinstance(item, _End):
             raise StopIteration if item.error is None else item.error
         return item
