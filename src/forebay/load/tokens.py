@@ -33,7 +33,7 @@ from forebay.load.samples import SampleIndex
 from forebay.maps import map_offset
 
 _BLOCK = 64  # Document ends.
-_READ_TOKENS = 1 << 16  # Copied at once, if a batch has not more: few, which stay in the processor's cache.
+_READ_TOKENS = 1 << 19  # Copied at once, if a batch has not more.
 _CACHED_RANGES = 1 << 22  # Of packed sections, 12 bytes each.
 
 
