@@ -83,18 +83,8 @@ class BatchPlanner:
         self._current: StepPlan | None = None  # Its batches are being made.
         self._open: set[int] = set()  # Keys.
         self._min_make_s = float("inf")
-        self._network_s = self.disk_s = 0.0
+        self.network_s = self.scheduler_s = self.disk_s = 0.0  # Seconds waited, by cause.
         self.num_opened = 0  # Slices.
-
-    @property
-    def network_s(self) -> float:
-        """Seconds waited for slices in transfer."""
-        return self._network_s + self.source.network_s
-
-    @property
-    def scheduler_s(self) -> float:
-        """Seconds waited for a scheduler."""
-        return self.source.scheduler_s
 
     def batches(self, step: int, stop: int | None) -> Generator[NumpyTokens | NumpyRows, None, None]:
         """The batches of run steps [step, stop); None for no end. No slice is fetched for later steps."""
@@ -268,7 +258,7 @@ class BatchPlanner:
                     break
                 began = time.perf_counter()
                 has_space = self._slices.wait(plan.needs, start)
-                self._network_s += time.perf_counter() - began
+                self.network_s += time.perf_counter() - began
             except NoSpaceError:
                 has_space = False
             if has_space:
@@ -326,7 +316,7 @@ class BatchPlanner:
         index, opened = self._slices.open(key)
         elapsed_s = time.perf_counter() - started_at
         if self._slices.is_cached(key):
-            self._network_s += elapsed_s
+            self.network_s += elapsed_s
         else:
             self.disk_s += elapsed_s
         self._collator.open(key, index, opened)

@@ -22,6 +22,7 @@ from forebay.lease.fetching import GrantedProviders
 from forebay.lease.job import LeaseJob
 from forebay.lease.session import LeaseSession, SessionSettings
 from forebay.lease.state import ActiveLease, LeaseState
+from forebay.load.batch_planner import BatchPlanner
 from forebay.load.order_source import StepPlan
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
@@ -129,6 +130,8 @@ class LeaseOrder:
 
     is_known = False
     every = 0, 1
+    planner: BatchPlanner
+    """Whose waits it counts, and whose slices it closes; set by who makes both."""
 
     def __init__(
         self, slices: LeaseSlices, indexes: Sequence[SampleIndex], batch_size: int, mixture: MixtureOrder | None
@@ -142,9 +145,6 @@ class LeaseOrder:
         self._formed: dict[int, list[_Part]] = {}  # By step: not used.
         self._delivered: int | None = None  # The step of the batch that the loop has.
         self._epoch_starts: dict[int, int] = {}
-        self.close_slice: Callable[[int], object] = lambda key: None
-        """Called with the key of a slice whose chunks may go."""
-        self.network_s = self.scheduler_s = 0.0
         self.epoch = 0
 
     def plan(self, step: int, num_steps: int) -> StepPlan | None:
@@ -277,8 +277,8 @@ class LeaseOrder:
             with log_while_waiting(_log, describe):
                 item = session.leases.wait(get, lambda: self._slices.paused)
             waited_s, began = time.perf_counter() - began, time.perf_counter()
-            self.network_s += waited_s * waits_for_fetch
-            self.scheduler_s += waited_s * (not waits_for_fetch)
+            self.planner.network_s += waited_s * waits_for_fetch
+            self.planner.scheduler_s += waited_s * (not waits_for_fetch)
             if isinstance(item, ActiveLease):
                 self._open_lease(source, session, item)
             elif isinstance(item, _Part):
@@ -326,7 +326,7 @@ class LeaseOrder:
     def _finish(self, state: LeaseState, opened: _OpenLease) -> None:
         self._open.remove(opened)
         if all(other.key != opened.key for other in self._open):
-            self.close_slice(opened.key)
+            self.planner.close_slice(opened.key)
         state.finish(opened.lease)
 
 

@@ -164,7 +164,7 @@ class LoaderPlan:
             leased = LeaseSlices(jobs, run, cache, settings, stats)
             leases = LeaseOrder(leased, self.indexes, batch, run.mixture)
             planner = BatchPlanner(leases, self.indexes, self._make_collator(), leased, batch)
-            leases.close_slice = planner.close_slice
+            leases.planner = planner
             return leased, planner, leases
         if cache is not None and not shares:
             cache = replace(cache, share=False)

@@ -44,8 +44,6 @@ class OrderSource(Protocol):
     """Whether it knows the future: plans are made ahead. Else a plan is made when its batch is asked for."""
     num_steps: int | None
     """The end of the run, or of what is read of it now; None: no end."""
-    network_s: float
-    scheduler_s: float
 
     def plan(self, step: int, num_steps: int) -> StepPlan | None:
         """The plan of the next steps from `step` on, some of `num_steps`; None at the end, or if interrupted."""
@@ -61,8 +59,6 @@ class StaticOrder:
     """The order of a run, for one rank; `indexes` has one entry a dataset."""
 
     is_known = True
-    network_s = 0.0
-    scheduler_s = 0.0
 
     def __init__(
         self, run: Run, indexes: Sequence[SampleIndex], rank: int, world_size: int, every: tuple[int, int]
