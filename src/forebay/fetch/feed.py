@@ -123,6 +123,7 @@ class ChunkFeed:
         self._past: dict[str, int] = {}  # Counts of sources and caches that were closed.
         self._waited_s = 0.0
         self._refetches = Refetches(self.chunks, self.first_key, run)
+        self._max_running = 0 if cache is None else cache.connections + _QUEUED
         if cache is not None:
             self._check_budget(cache)
         at_fork(self)
@@ -258,14 +259,11 @@ class ChunkFeed:
                         return True
                     if error := self._take_error(missing):
                         raise error
-                    self._start_fetches(plan, missing)
+                    if not self._fetch_now(plan, missing):
+                        return False
+                    self._start_fetches()
                     if not self._missing(plan, step):
                         return True
-                    if self._no_room and not self._running:
-                        if not self._pins:
-                            return False
-                        self._pins.unpin(_ALL_STEPS)
-                        continue
                     self._changed.wait(_POLL_S)
             finally:
                 self._counts["late"] += 1
@@ -443,20 +441,27 @@ class ChunkFeed:
                     return error
         return None
 
-    def _start_fetches(self, waiting: PlanNeeds | None = None, urgent: Sequence[tuple[ChunkGroup, I64]] = ()) -> None:
-        """Start to fetch what is needed next, as far as connections and space allow; `urgent` of the plan `waiting`."""
-        if self._settings is None:
-            return
-        self._no_room, limit = "", self._settings.connections + _QUEUED
-        for group, chunks in urgent:
-            if waiting is None or len(self._running) >= limit:
+    def _fetch_now(self, plan: PlanNeeds, missing: Sequence[tuple[ChunkGroup, I64]]) -> bool:
+        """Start to fetch what a step of a plan waits for; False if there is no space for it, and none will come."""
+        self._no_room = ""
+        for group, chunks in missing:
+            if len(self._running) >= self._max_running:
                 break
             absent = self._fetchable(group, chunks)
-            if len(absent) and not self._fetch(group, self._extend(waiting, group, int(absent[0]))):
-                return
+            if len(absent) and not self._fetch(group, self._extend(plan, group, int(absent[0]))):
+                if self._running:
+                    break
+                self._pins.unpin(_ALL_STEPS)  # The rest of the windows, and the neighbours.
+                if not self._fetch(group, absent[:1]):
+                    return False
+        return True
+
+    def _start_fetches(self) -> None:
+        """Start to fetch what is needed next, as far as connections and space allow."""
+        self._no_room = ""
         for plan in self._plans:
             while plan.position < len(plan.todo):
-                if len(self._running) >= limit:
+                if len(self._running) >= self._max_running:
                     return
                 _, group, chunk = plan.todo[plan.position]
                 assert group.entry is not None or not self.is_cached(group.key)
