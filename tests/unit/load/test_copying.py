@@ -61,7 +61,7 @@ def test_a_range_outside_its_source_is_refused() -> None:
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path, options: dict) -> None:
     for index in range(2):
         if options:
-            tokens = np.arange(1 << 18, dtype=np.uint32)
+            tokens = np.arange(1 << 20, dtype=np.uint32)
             stops = np.arange(1000, len(tokens), 1000, dtype=np.uint64)
             write_token_slice(tmp_path / f"{index:03d}.safetensors", tokens, stops)
         else:
