@@ -120,7 +120,7 @@ class ChunkCache(SharedState):
             if entry is None:
                 size = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
                 if reason := self._make_space(size):
-                    raise NoSpaceError(f"cache: {reason} Raise the cache's budget.")
+                    raise NoSpaceError(f"cache: {reason}")
                 paths = self.path_of(info.sha256), self._maps / info.sha256
                 self._stored += size
                 create(*paths, info)
@@ -333,9 +333,10 @@ class ChunkCache(SharedState):
         if over > 0:
             return (
                 f"no room for {num_bytes} bytes in {self.directory}: budget {self.budget_bytes}, "
-                f"{self._stored + reserved} in use by chunks that are pinned or being fetched."
+                f"{self._stored + reserved} in use by chunks that are pinned or being fetched. "
+                "Raise the budget to what the processes that share it read at once, or use fewer lanes."
             )
-        return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
+        return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short. Free space."
 
     def _evict(self, needed: int) -> int:
         """Delete unpinned chunks of at least so many bytes, if there are; returns the bytes that are free now."""

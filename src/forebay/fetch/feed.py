@@ -276,10 +276,7 @@ class ChunkFeed:
             if self._stuck_since is None or self._stuck_since[0] is not plan:
                 self._stuck_since = plan, now
             if now - self._stuck_since[1] > _STUCK_S:
-                raise UsageError(
-                    f"cache: a step's chunks found no space in {_STUCK_S:.0f} s: {self._no_room} Raise the budget to "
-                    "what the processes that share it read at once, or use fewer lanes."
-                )
+                raise UsageError(f"cache: a step's chunks found no space in {_STUCK_S:.0f} s: {self._no_room}")
             self._changed.wait(_POLL_S)
 
     def release(self, plan: PlanNeeds) -> None:
