@@ -9,24 +9,22 @@ Disk: the slices being downloaded (four and 1 GiB at most, or one larger; to a b
 the target or in a temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload.
 """
 
-import hashlib
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
+from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
 from forebay.fetch.downloads import Workers
@@ -37,7 +35,7 @@ from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_ma
 from forebay.storage.addresses import is_bucket
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
 from forebay.storage.locks import try_acquire
-from forebay.storage.origins import RemoteDataset, open_origin
+from forebay.storage.origins import RemoteDataset, fetch_object, open_origin
 from forebay.storage.store import Store, open_store
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
@@ -155,10 +153,9 @@ def mirror_by_swarm(
             dataset, files, is_present.copy, fetcher.wake, share=share, upload_bytes_per_s=upload_bytes_per_s
         ) as member,
     ):
-        small = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in member.files.items()}
         member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
         report = _mirror(
-            dataset, target, fetcher, start, stop, on_progress, member.origin, serve, small, _MAX_SWARM_SLICES
+            dataset, target, fetcher, start, stop, on_progress, member.origin, serve, _MAX_SWARM_SLICES
         )  # fmt: skip
         deadline = time.monotonic() + linger_s
         sent, sent_at = -1, time.monotonic()
@@ -173,14 +170,13 @@ def mirror_by_swarm(
 def _mirror(
     dataset: RemoteDataset, target: _Target, fetcher: RunFetcher, start: int, stop: int | None, on_progress: OnProgress,
     origin: Callable[[int], Sources] | None = None, on_commit: Callable[[SliceInfo], object] = lambda row: None,
-    files: Mapping[str, bytes] = MappingProxyType({}), at_once: int = 0,
+    at_once: int = 0,
 ) -> MirrorReport:  # fmt: skip
     """Mirror a dataset.
 
     Args:
         origin: Who sends a slice, by index; by default the dataset's origin.
         on_commit: Called with each slice that is there.
-        files: Small files that are known already.
         at_once: Slices that are downloaded at once.
     """
     stop = dataset.num_slices if stop is None else stop
@@ -244,17 +240,21 @@ def _mirror(
     outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
     missing = sum(not is_present for _, is_present in _check_slices(store, outside, verify=False))
     if not missing:
-        names = sorted(listed_files(dataset.manifest).items())
         if not has_leaves:
             _copy_leaves(_all_leaves(dataset, target), target)
-        for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
-            data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
-            actual = dataset_id(data) if name == MANIFEST_FILE else hashlib.sha256(data).hexdigest()
-            if actual != sha256:
-                raise DatasetError(
-                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {actual}. Publish it again."
-                )
-            store.write(name, data)
+        limit = _MAX_FILE_BYTES + int(dataset.table.bytes.sum())
+        listed = {**listed_files(dataset.manifest), TABLE_FILE: dataset.manifest.table_sha256}
+        for name, sha256 in listed.items():
+            part, size = target.part_path(name), dataset.origin.size(name)
+            if size > limit:
+                raise DatasetError(f"{dataset.origin.url}/{name}: expected at most {limit} bytes, got {size}.")
+            with part.open("wb") as file:
+                fetch_object(dataset.origin, name, size, sha256, file, size + 1)
+            store.put(name, part)
+        manifest = read_small(dataset.origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        if (id := dataset_id(manifest)) != dataset.id:
+            raise DatasetError(f"{dataset.origin.url}: expected the dataset {dataset.id}, got {id}. Publish it again.")
+        store.write(MANIFEST_FILE, manifest)
     return MirrorReport(
         dataset.id, dataset.origin.url, store.url, dataset.num_slices, len(absent), len(skipped),
         sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,

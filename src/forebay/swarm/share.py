@@ -124,7 +124,7 @@ class SmallFiles(dict[str, bytes | Path]):
                     fetch_object(origin, name, size, sha256, copy, size + 1)
                     descriptor = os.dup(copy.fileno())
                 weakref.finalize(self, os.close, descriptor)
-                self[name] = Path(f"/proc/self/fd/{descriptor}")
+                self[name] = Path(f"/dev/fd/{descriptor}")
             except (DatasetError, PermanentError, OSError) as error:
                 log.warning("%s/%s is not served here: %s", origin.url, name, error)
 
