@@ -19,14 +19,10 @@ from forebay.units import parse_rate, parse_size
 T = TypeVar("T")
 
 
-def show(result: dict[str, Any], as_json: bool) -> None:
+def show(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Print a result: an object with `--json`, else a line for each field."""
-    if as_json:
-        print(json.dumps(result))
-        return
     width = max(map(len, result), default=0)
-    for key, value in result.items():
-        print(f"{key:<{width}}  {plain(value)}")
+    print_result(args, result, *(f"{key:<{width}}  {plain(x)}" for key, x in result.items()))
 
 
 def print_result(args: argparse.Namespace, fields: Any, *lines: str) -> None:
@@ -110,6 +106,13 @@ days = _ArgumentType("N", float, "days above zero, such as 7 or 0.5", lambda val
 share = _ArgumentType("SHARE", float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
 file = _ArgumentType("FILE", Path, "a path")
 folder = _ArgumentType("DIR", Path, "a path")
+percentage = _ArgumentType(
+    "SHARE",
+    lambda text: float(text.removesuffix("%")) / (100 if text.endswith("%") else 1),
+    "a share such as 2% or 0.02",
+    lambda value: 0 < value <= 1,
+)
+public_key = _ArgumentType("HEX", bytes.fromhex, "a public key of 64 hex digits", lambda key: len(key) == 32)
 positive = _ArgumentType("N", int, "a whole number above zero", lambda value: value > 0)
 
 

@@ -43,10 +43,10 @@ def _convert(args: Namespace) -> None:
         options = replace(options, on_progress=advance)
         report = convert(source, args.out, to, options, force=args.overwrite)
     if args.json:
-        show(report.to_json() | {"skipped": count_reasons(skipped)}, True)
+        show(args, report.to_json() | {"skipped": count_reasons(skipped)})
     else:
         omitted = ("notes", "documents", "digest") if unit == "rows" else ("notes",)
-        show({key: x for key, x in report.to_json().items() if x not in (None, "") and key not in omitted}, False)
+        show(args, {key: x for key, x in report.to_json().items() if x not in (None, "") and key not in omitted})
     for text in report.written.notes:
         print(f"note: {text}", file=sys.stderr)
     if unit == "tokens" and to != "forebay" and (name := source.metadata.get("tokenizer")):
@@ -70,7 +70,7 @@ def _convert_options(args: Namespace) -> ConvertOptions:
     return validate(ConvertOptions, {**options, "dtype": dtype, **settings}, "convert")
 
 
-def _doctor(args: Namespace) -> int:
+def _doctor(args: Namespace) -> bool:
     from forebay.doctor import CheckOptions, examine
     from forebay.formats.external import token_dtype
     from forebay.storage.addresses import is_url
@@ -82,7 +82,7 @@ def _doctor(args: Namespace) -> int:
     ok = all(report.ok for report in reports)
     if args.json:
         print(json.dumps({"ok": ok, "reports": [report.to_json() for report in reports]}))
-        return 0 if ok else 1
+        return not ok
     for report in reports:
         _print_report(report)
     wrong = sum(bool(report.findings) for report in reports)
@@ -122,7 +122,7 @@ def _mirror_shards(args: Namespace) -> None:
         report = mirror_shards(
             args.source, args.target, shards=shards, max_workers=args.connections, on_progress=advance
         )
-    show(report, args.json)
+    show(args, report)
 
 
 def _mirror(args: Namespace) -> None:
@@ -153,7 +153,7 @@ def _mirror(args: Namespace) -> None:
             report = mirror(
                 dataset, args.target, start=start, stop=stop, connections=args.connections, on_progress=advance
             )
-    show(asdict(report) | swarm, args.json)
+    show(args, asdict(report) | swarm)
 
 
 def add_verbs(verb: Any, group: Any) -> None:

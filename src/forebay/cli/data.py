@@ -28,9 +28,9 @@ def _inspect(args: Namespace) -> None:
     if args.json:
         if shown:
             fields["head"] = [_plain_item(item) for item in shown]
-        show(fields, True)
+        show(args, fields)
         return
-    show({key: value for key, value in fields.items() if value not in ("", None)}, False)
+    show(args, {key: value for key, value in fields.items() if value not in ("", None)})
     if args.documents and not shown:
         print(f"\nno documents: {args.dataset} has no rows, or its format does not say where documents end")
     for number, (is_row, item) in enumerate((isinstance(item, dict), _plain_item(item)) for item in shown):
@@ -61,18 +61,17 @@ def _plain_item(item: Any) -> dict[str, Any]:
     """A document, without tokens if it has text; or a row, with large arrays shortened."""
     if isinstance(item, dict):
         return {
-            name: array.tolist() if array.size <= _MAX_VALUES else _shortened(array) for name, array in item.items()
+            name: array.tolist()
+            if array.size <= _MAX_VALUES
+            else f"{array.dtype} {list(array.shape)}: {', '.join(map(str, array.reshape(-1)[:8].tolist()))} …"
+            for name, array in item.items()
         }
     names = ("index", "id", "source", "text")
     plain = {name: getattr(item, name) for name in names} | {"num_tokens": len(item.tokens)}
     return plain if item.text else {**plain, "tokens": item.tokens[:_MAX_VALUES].tolist()}
 
 
-def _shortened(array: Any) -> str:
-    return f"{array.dtype} {list(array.shape)}: {', '.join(map(str, array.reshape(-1)[:8].tolist()))} …"
-
-
-def _verify(args: Namespace) -> int:
+def _verify(args: Namespace) -> bool:
     from forebay.observe.progress import bar
 
     with bar("verify", None, enabled=not args.quiet) as advance:
@@ -90,7 +89,7 @@ def _verify(args: Namespace) -> int:
             print(f"bad: {name}")
         advice = "Fetch or prepare these again; do not train on this dataset before."
         print(report.reason or advice, file=sys.stderr)
-    return 0 if report.ok else 1
+    return not report.ok
 
 
 def _verify_in_place(args: Namespace, advance: Callable[[int], None]) -> VerifyReport:
@@ -182,10 +181,10 @@ def _compare(args: Namespace, report: Mapping[str, Any]) -> None:
 def _import(args: Namespace) -> None:
     from forebay.dataset.import_slices import import_slices
 
-    show(import_slices(args.directory, name=args.name).describe(), args.json)
+    show(args, import_slices(args.directory, name=args.name).describe())
 
 
-def _extract(args: Namespace) -> int:
+def _extract(args: Namespace) -> bool:
     from forebay.formats.html import HtmlError
     from forebay.formats.inputs import ReadOptions
     from forebay.prepare.extract import extract_html
@@ -208,7 +207,7 @@ def _extract(args: Namespace) -> int:
                 print(json.dumps({"url": record.url, "text": text}))
             else:
                 print(f"{text}\n")
-    return 1 if num_failed else 0
+    return num_failed > 0
 
 
 def _demo(args: Namespace) -> None:

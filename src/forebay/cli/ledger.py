@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import file, print_result, share
+from forebay.cli.arguments import file, print_result, public_key, share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from forebay.observe.ledger_queries import BatchShare
 
 
-def _verify(args: Namespace) -> int:
+def _verify(args: Namespace) -> bool:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.identity import verify
     from forebay.observe.ledger_queries import is_roster, replay, verify_steps
@@ -26,58 +25,48 @@ def _verify(args: Namespace) -> int:
         return _print_verified(
             args, vars(verify_steps(args.file)), "each sample was used once by the steps that counted"
         )
-    report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.max_set_aside)
+    report = verify_ledger(args.file, args.key, verify, replay if args.samples else None, args.max_set_aside)
     return _print_verified(args, vars(report), "chain, signatures and coverage hold")
 
 
-def _key(args: Namespace) -> bytes | None:
-    if args.key is None:
-        return None
-    try:
-        key = bytes.fromhex(args.key)
-    except ValueError:
-        key = b""
-    if len(key) != 32:
-        raise UsageError(f"--key: expected a public key of 64 hex digits, got {args.key!r:.80}.")
-    return key
-
-
-def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> int:
-    if args.json:
-        print(json.dumps(report))
-        return 0 if report["ok"] else 1
-    for problem in report["problems"]:
-        print(f"problem: {problem}")
+def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bool:
+    lines = [f"problem: {problem}" for problem in report["problems"]]
     for e in report["epochs"]:
         line = "epoch {epoch}: {samples:,} samples used, {missing:,} missing, {repeated:,} repeated".format(**e)
-        print(line + "".join(f", {e[key]:,} {key.replace('_', ' ')}" for key in ("set_aside", "redone") if key in e))
+        lines += [line + "".join(f", {e[k]:,} {k.replace('_', ' ')}" for k in ("set_aside", "redone") if k in e)]
     for kind in ("missing", "repeated"):
         intervals = report.get(kind, [])
-        for part in intervals[:10]:
-            print(
-                f"{kind}: epoch {part['epoch']}, slice {part['slice']}, samples [{part['start']:,}, {part['stop']:,})"
-            )
+        lines += [
+            f"{kind}: epoch {part['epoch']}, slice {part['slice']}, samples [{part['start']:,}, {part['stop']:,})"
+            for part in intervals[:10]
+        ]
         if len(intervals) > 10:
-            print(f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them")
-    print(f"ok: {success}" if report["ok"] else "NOT ok")
-    return 0 if report["ok"] else 1
+            lines += [f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them"]
+    print_result(args, report, *lines, f"ok: {success}" if report["ok"] else "NOT ok")
+    return not report["ok"]
 
 
 def _blame(args: Namespace) -> None:
     from forebay.ledger.index import open_index
-    from forebay.observe.ledger_queries import blame_step
+    from forebay.observe.ledger_queries import blame_step, who_saw
 
     if (args.step is None) == (args.document is None):
         raise UsageError("ledger blame: expected one of --step N and --document ID.")
-    if args.step is None:
-        return _blame_document(args)
     index = open_index(args.file)
-    parts = blame_step(index, args.step, worker=args.worker, documents=_documents(args, index))
-    if args.json:
-        print(json.dumps({"step": args.step, "parts": [asdict(part) for part in parts]}))
+    documents = _documents(args, index)
+    if args.step is not None:
+        parts = blame_step(index, args.step, worker=args.worker, documents=documents)
+        print_result(args, {"step": args.step, "parts": list(map(asdict, parts))}, *map(_describe_share, parts))
         return
-    for part in parts:
-        _print_share(part)
+    if documents is None:
+        raise UsageError("ledger blame: expected --dataset DIR beside --document, got none.")
+    ranges = [item for number in documents.find(args.document) for item in documents.token_ranges(number)]
+    parts = [part for token_range in ranges for part in who_saw(index, *token_range)]
+    tokens = [{"slice": slice_, "start": start, "stop": stop} for slice_, start, stop in ranges]
+    lines = ["slice {slice}, tokens [{start:,}, {stop:,})".format(**piece) for piece in tokens]
+    lines += [f"{_headline(part)}: samples {', '.join(map(str, part.samples))}" for part in parts]
+    uses = list(map(asdict, parts))
+    print_result(args, {"tokens": tokens, "uses": uses}, *lines, *([] if parts else ["no worker used it"]))
 
 
 def _documents(args: Namespace, index: LedgerIndex) -> Documents | None:
@@ -93,28 +82,6 @@ def _documents(args: Namespace, index: LedgerIndex) -> Documents | None:
     return Documents(dataset)
 
 
-def _blame_document(args: Namespace) -> None:
-    from forebay.ledger.index import open_index
-    from forebay.observe.ledger_queries import who_saw
-
-    index = open_index(args.file)
-    documents = _documents(args, index)
-    if documents is None:
-        raise UsageError("ledger blame: expected --dataset DIR beside --document, got none.")
-    ranges = [item for number in documents.find(args.document) for item in documents.token_ranges(number)]
-    parts = [part for token_range in ranges for part in who_saw(index, *token_range)]
-    if args.json:
-        tokens = [{"slice": slice_, "start": start, "stop": stop} for slice_, start, stop in ranges]
-        print(json.dumps({"tokens": tokens, "uses": [asdict(part) for part in parts]}))
-        return
-    for slice_, start, stop in ranges:
-        print(f"slice {slice_}, tokens [{start:,}, {stop:,})")
-    for part in parts:
-        print(f"{_headline(part)}: samples {', '.join(map(str, part.samples))}")
-    if not parts:
-        print("no worker used it")
-
-
 def _headline(part: BatchShare) -> str:
     from datetime import datetime
 
@@ -128,16 +95,15 @@ def _headline(part: BatchShare) -> str:
     )
 
 
-def _print_share(part: BatchShare) -> None:
-    print(_headline(part))
+def _describe_share(part: BatchShare) -> str:
     samples = ", ".join(map(str, part.samples[:16])) + (", …" if len(part.samples) > 16 else "")
-    print(f"  {len(part.samples):,} samples: {samples}")
+    lines = [_headline(part), f"  {len(part.samples):,} samples: {samples}"]
     for document in part.documents:
         source = f"  {document.id}" + (f" of {document.source}" if document.source else "") if document.id else ""
         tokens = f"slice {document.slice} tokens [{document.start:,}, {document.stop:,})"
-        print(f"  document #{document.document}  {tokens}{source}")
-        if document.text:
-            print(f"    {document.text}")
+        lines += [f"  document #{document.document}  {tokens}{source}"]
+        lines += [f"    {document.text}"] if document.text else []
+    return "\n".join(lines)
 
 
 def _export(args: Namespace) -> None:
@@ -153,7 +119,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
     p.add("file", "a ledger, or a coordinator's state", type=Path)
-    p.add("--key", "the scheduler's public key (default: the one in the file)", metavar="HEX")
+    p.add("--key", "the scheduler's public key (default: the one in the file)", type=public_key)
     p.add("--max-set-aside", "allowed of an epoch's samples (default: 0)", type=share, default=0.0)
     p.add_flag("--samples", "also verify sample ids: recompute the order of every use")
 

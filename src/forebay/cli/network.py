@@ -170,7 +170,7 @@ def _network_show(args: Namespace) -> None:
         fields["crls"] = [f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls]
         fields |= {"expires": _date(fields["expires"]), "roles": fields["roles"] or ["all"]}
         fields["datasets"] = fields["datasets"] or ["all"]
-    show(fields, args.json)
+    show(args, fields)
 
 
 def _is_issuer(directory: Path) -> bool:

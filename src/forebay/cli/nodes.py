@@ -23,7 +23,7 @@ from forebay.errors import UsageError
 from forebay.storage.retry import log_while_waiting
 
 
-def _status(args: Namespace) -> int:
+def _status(args: Namespace) -> bool:
     if args.address is None:
         raise UsageError("status: expected HOST:PORT, got none. Give a node's address, or set FOREBAY_STATUS.")
     if args.address.startswith("udp://"):
@@ -32,7 +32,7 @@ def _status(args: Namespace) -> int:
         node = address(args.address.removeprefix("udp://"))
         wait_for_bootstrap([node], args.timeout)
         print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
-        return 0
+        return False
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
     is_healthy = not status.get("draining") and (args.probe or not status.get("unserved"))
     if args.json:  # Also for probes, which repeat this every few seconds: the view imports much.
@@ -42,7 +42,7 @@ def _status(args: Namespace) -> int:
         from forebay.observe.views import view_of
 
         print(format_view(view_of(status)), end="")
-    return 0 if is_healthy else 1
+    return not is_healthy
 
 
 def _dht(args: Namespace) -> None:
@@ -83,8 +83,7 @@ def _serve(args: Namespace) -> None:
             names = {d.name: d.id for d in datasets}
             ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)
             until_stopped(stop)
-        if args.json:
-            print(json.dumps(node.status()), flush=True)
+        print_result(args, node.status())
 
 
 def _find(args: Namespace) -> int:

@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, file, positive, rate, seconds, share, show, size, validate
+from forebay.cli.arguments import add_identity, file, positive, print_result, rate, seconds, share, show, size, validate
 from forebay.errors import UsageError
 from forebay.machine import memory_bytes
 from forebay.toml import read_toml
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BYTES_PER_ID = 512  # of tokens, of which a sample has 2048 of two bytes
 
 
-def _plan_shards(args: Namespace) -> int:
+def _plan_shards(args: Namespace) -> bool:
     """Plan `SharedShardedDatasetManager`: the shard in use, the next, and a third while ranks release the old one."""
     from forebay.load.shard_files import SharedShards, num_requests
     from forebay.load.shards import COMMON_SHARDS
@@ -61,25 +61,24 @@ def _plan_shards(args: Namespace) -> int:
     elif free is not None and free < COMMON_SHARDS * shard_bytes and count > 3:
         plan["warnings"].append(f"disk: {format_bytes(free)}; runs like this have {COMMON_SHARDS:.1f} shards.")
     plan["ok"] = not plan["refused"]
-    if args.json:
-        print(json.dumps(plan))
-        return int(not plan["ok"])
-    print(f"shards         {count} of {format_bytes(shard_bytes)}")
-    print(f"disk           {format_bytes(plan['in_use_bytes'])}: the shard in use and the next")
-    print(f"at the start   {format_bytes(start_bytes)}, with a third while ranks release the old one")
-    epochs = f"{args.epochs} epoch{'s' * (args.epochs > 1)}"
-    print(f"fetched        {format_bytes(plan['fetched_bytes'])} by a node in {epochs}")
-    print(f"requests       about {plan['requests']:,} by all nodes")
+    lines = [
+        f"shards         {count} of {format_bytes(shard_bytes)}",
+        f"disk           {format_bytes(plan['in_use_bytes'])}: the shard in use and the next",
+        f"at the start   {format_bytes(start_bytes)}, with a third while ranks release the old one",
+        f"fetched        {format_bytes(plan['fetched_bytes'])} by a node in {args.epochs} epoch"
+        + "s" * (args.epochs > 1),
+        f"requests       about {plan['requests']:,} by all nodes",
+    ]
     if fetch_s is not None:
-        print(f"shard comes in {format_seconds(fetch_s)}: training waits at a swap if it lasts less")
+        lines += [f"shard comes in {format_seconds(fetch_s)}: training waits at a swap if it lasts less"]
     if stall_s is not None:
-        print(f"swap waits     {format_seconds(stall_s)}, with {num_steps} steps a shard")
-    print("".join(f"{kind.rstrip('s')}: {text}\n" for kind in ("warnings", "refused") for text in plan[kind]), end="")
-    print("ok" if plan["ok"] else "NOT ok: this run cannot work as requested")
-    return int(not plan["ok"])
+        lines += [f"swap waits     {format_seconds(stall_s)}, with {num_steps} steps a shard"]
+    lines += [f"{kind.rstrip('s')}: {text}" for kind in ("warnings", "refused") for text in plan[kind]]
+    print_result(args, plan, *lines, "ok" if plan["ok"] else "NOT ok: this run cannot work as requested")
+    return not plan["ok"]
 
 
-def _plan(args: Namespace) -> int:
+def _plan(args: Namespace) -> bool:
     if args.shards:
         return _plan_shards(args)
     from forebay.observe.plan import format_model, format_plan, make_plan, plan_model
@@ -97,7 +96,7 @@ def _plan(args: Namespace) -> int:
         print(json.dumps({**result, "ok": ok, **({} if model is None else {"model": model})}))
     elif model is not None:
         print(format_model(model))
-    return 0 if ok else 1
+    return not ok
 
 
 _GPT2_VOCABULARY = 50257
@@ -161,7 +160,7 @@ def _free_bytes(text: str) -> int:
     return shutil.disk_usage(path).free
 
 
-def _simulate(args: Namespace) -> int:
+def _simulate(args: Namespace) -> bool:
     from forebay.observe.progress import bar
     from forebay.simulate import Scenario, simulate
 
@@ -171,11 +170,11 @@ def _simulate(args: Namespace) -> int:
     scenario = validate(Scenario, values, "simulate")
     with bar("simulate", scenario.num_samples, " samples", enabled=not args.json and not args.quiet) as advance:
         result = simulate(scenario, advance)
-    show(result.to_json(), args.json)
+    show(args, result.to_json())
     if not result.ok:
         settings = ", ".join(f"{k} = {v}" for k, v in scenario.model_dump(exclude_defaults=True).items())
         print(f"simulate: failed with seed {scenario.seed}. Repeat it with: {settings}", file=sys.stderr)
-    return 0 if result.ok else 1
+    return not result.ok
 
 
 def add_verbs(verb: Any, group: Any) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, folder, positive, size
+from forebay.cli.arguments import add_settings, file, folder, percentage, positive, size
 from forebay.errors import UsageError
 from forebay.toml import parse_settings
 
@@ -101,7 +101,7 @@ def _recipe(args: Namespace) -> Recipe:
     from forebay.prepare.dedup.methods import KINDS
 
     options = {
-        "name": args.name, "sample": _share(args.sample),
+        "name": args.name, "sample": args.sample,
         "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
         "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
@@ -114,17 +114,6 @@ def _recipe(args: Namespace) -> Recipe:
             raise UsageError(f"--dedup {name!r}: expected some of {', '.join(KINDS)}.")
         settings = merge(settings, {"dedup": {name: True}})
     return load_recipe(args.recipe, args.config, settings, allow_code=args.allow_code)
-
-
-def _share(text: str | None) -> float | None:
-    """Return a share of the input, which is `2%` or `0.02`."""
-    try:
-        value = None if text is None else float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = 0.0
-    if value is not None and not 0 < value <= 1:
-        raise UsageError(f"--sample: expected a share such as 2% or 0.02, got {text!r}.")
-    return value
 
 
 def _without_none(tables: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +202,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", default="local", metavar="NAME")
     p.add("--task", "run the I-th of N jobs that share the tasks (default: one run)", default="", metavar="I/N")
     p.add_flag("--finish", "write the output of such jobs; run it beside or after them")
-    p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", metavar="SHARE")
+    p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", type=percentage)
     p.add_flag("--dry-run", "print what would run, on how much, and stop")
     p.add("--write-ids", "write the source id of each kept document (default: no)", type=file)
     p.add_flag("--document-ids", "store the source id of each document beside the slices")

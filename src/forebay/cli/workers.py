@@ -1,7 +1,6 @@
 """Commands of training: the worker of a scheduler, and the coordinator of ranks."""
 
 import contextlib
-import json
 import signal
 import sys
 from argparse import Namespace
@@ -16,6 +15,7 @@ from forebay.cli.arguments import (
     folder,
     is_loopback,
     positive,
+    print_result,
     seconds,
     show,
     size,
@@ -69,7 +69,7 @@ def _work(args: Namespace) -> int:
         scheduler.discovery = None
         stack.close()
         code, stats = run_command(args.command or _COUNT, scheduler, arguments)
-    show({"report": stats} if args.json else stats, args.json)
+    show(args, {"report": stats} if args.json else stats)
     return code
 
 
@@ -105,8 +105,7 @@ def _coordinate(args: Namespace) -> None:
               run_id=coordinator.run_id)  # fmt: skip
         until_stopped(stop, (lambda: coordinator.done) if args.exit_when_done else None)
         status = coordinator.status()
-    if args.json:
-        print(json.dumps(status), flush=True)
+    print_result(args, status)
 
 
 def _run_config(args: Namespace) -> dict[str, Any]:
