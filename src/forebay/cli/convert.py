@@ -96,7 +96,7 @@ def _doctor(args: Namespace) -> bool:
         others = sum(report.metadata.get("not examined", 0) for report in reports)
         more = f"; {others:,} files were not examined" if others else ""
         print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}{more}")
-    return 0 if ok else 1
+    return not ok
 
 
 _OF_TEXT = "by first bytes alone: `forebay prepare` reads text, and reports what is wrong with it"

@@ -82,7 +82,7 @@ def _network_invite(args: Namespace) -> None:
     address(args.issuer)
     _check_role(args, "invite")
     issuer = read_issuer(args.directory)
-    scope = Scope(_scope(args).roles or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
+    scope = _scope(args).bounded_by(issuer.scope)
     token = JoinToken(
         secrets.token_hex(16), read_network(args.directory).network_id, issuer.peer_id, args.issuer,
         tuple(sorted(scope.roles)), scope.datasets, args.uses, round(time.time() + args.hours * 3600),
@@ -132,9 +132,10 @@ def _network_renew(args: Namespace) -> None:
 
 
 def _network_revoke(args: Namespace) -> None:
+    from forebay.network.pki.files import is_issuer
     from forebay.network.pki.revocation import revoke
 
-    issuers = [directory for directory in args.directories if _is_issuer(directory)]
+    issuers = list(filter(is_issuer, args.directories))
     nodes = [directory for directory in args.directories if directory not in issuers]
     if args.notify and not (issuers and nodes):
         raise UsageError("revoke: --notify needs the issuer's directory, to sign, and a node's, to connect as")
@@ -173,18 +174,14 @@ def _network_show(args: Namespace) -> None:
     show(args, fields)
 
 
-def _is_issuer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("root-key.pem", "org-key.pem"))
-
-
 def _properties(directory: Path) -> dict[str, Any]:
     """Properties of the network, organisation or node in a directory."""
-    from forebay.network.pki.files import peer_in, read_issuer, read_network, read_root
+    from forebay.network.pki.files import is_issuer, peer_in, read_issuer, read_network, read_root
     from forebay.network.pki.identity import Identity
     from forebay.network.pki.revocation import Revocations
 
     organisation: dict[str, str] = {}
-    if _is_issuer(directory):
+    if is_issuer(directory):
         issuer = read_issuer(directory)
         peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
         revocations = Revocations(directory, read_root(directory))

@@ -58,6 +58,7 @@ class RunStore:
             self._database = sqlite3.connect(
                 self.path or ":memory:", isolation_level=None, check_same_thread=False, timeout=2.0
             )
+            self._database.row_factory = sqlite3.Row
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=FULL")
             # One coordinator for a run: a second one fails at its first write.
@@ -142,18 +143,18 @@ class RunStore:
 
     def generations(self) -> list[dict[str, Any]]:
         """Every generation so far, oldest first."""
-        rows = self._database.execute("SELECT * FROM generations ORDER BY number").fetchall()
-        names = ("number", "at", "start_step", "start_sample", "batch_size", "workers")
-        return [{**dict(zip(names, row)), "workers": json.loads(row[5])} for row in rows]
+        rows = self._database.execute("SELECT * FROM generations ORDER BY number")
+        return [{**row, "workers": json.loads(row["workers"])} for row in map(dict, rows)]
 
     def rows(self) -> list[tuple[int, int, int, int, int]]:
         """Every row of the log: generation, start, stop, first_sample, count."""
-        return self._database.execute("SELECT generation, start, stop, first_sample, count FROM steps").fetchall()
+        query = "SELECT generation, start, stop, first_sample, count FROM steps ORDER BY generation, start"
+        return self._database.execute(query).fetchall()
 
     def gaps(self) -> list[dict[str, Any]]:
         """Parts of steps that dead workers did not do; none where workers step together."""
-        names = ("generation", "worker_id", "rank", "start", "stop")
-        return [dict(zip(names, row)) for row in self._database.execute("SELECT * FROM gaps").fetchall()]
+        query = "SELECT generation, worker AS worker_id, rank, start, stop FROM gaps"
+        return list(map(dict, self._database.execute(query)))
 
     def close(self) -> None:
         """Close the file. May be repeated."""

@@ -198,7 +198,12 @@ def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None],
     """
 
     def connect_and_ask(address: HostPort) -> T | None:
-        return ask(address) if len(addresses) <= MAX_UNTRIED or _accepts(address) else None
+        if len(addresses) > MAX_UNTRIED:
+            try:
+                socket.create_connection(address, CONNECT_S).close()
+            except (OSError, OverflowError):  # refused, too late, not a valid address, or no file descriptor
+                return None
+        return ask(address)
 
     results: list[T] = []
     finished: queue.SimpleQueue[Future[T | None]] = queue.SimpleQueue()
@@ -217,12 +222,3 @@ def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None],
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return results
-
-
-def _accepts(address: HostPort) -> bool:
-    """Whether a TCP connection to an IP address is accepted within CONNECT_S."""
-    try:
-        socket.create_connection(address, CONNECT_S).close()
-        return True
-    except (OSError, OverflowError):  # refused, too late, not a valid address, or no file descriptor
-        return False

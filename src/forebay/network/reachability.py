@@ -122,7 +122,18 @@ class ReachabilityChecker:
     def _check(self, peer: Peer, state: _PeerState, address: str, source: str) -> None:
         is_reached = False
         try:
-            is_reached = self._connect(peer.peer_id, address, source)
+            host, port = parse_peer_address(address)
+            ips = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            ip = next((ip for ip in ips if may_dial(ip, source)), None)
+            if ip is None:
+                raise ProtocolError(f"not an address that a member at {source} may have this node connect to")
+            self.client.request_json(
+                join_address(ip, port), "GET", "/v1/claims?name=",
+                expect_peer=peer.peer_id, timeout_s=CHECK_S, max_bytes=MAX_CLAIMS_BYTES,
+            )  # fmt: skip
+            is_reached = True
+        except (ForebayError, OSError, UnicodeError) as error:
+            log.debug("peer not reached: peer_id=%s address=%s reason=%s", peer.peer_id, address, error)
         except Exception:
             log.exception("reachability check failed: peer_id=%s address=%s", peer.peer_id, address)
         with self._lock:
@@ -134,19 +145,3 @@ class ReachabilityChecker:
             if not is_reached:
                 state.paused_until = now + PAUSE_S
             self._active_by_org[peer.org] -= 1
-
-    def _connect(self, peer_id: str, text: str, source: str) -> bool:
-        try:
-            host, port = parse_peer_address(text)
-            ips = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-            ip = next((ip for ip in ips if may_dial(ip, source)), None)
-            if ip is None:
-                raise ProtocolError(f"not an address that a member at {source} may have this node connect to")
-            self.client.request_json(
-                join_address(ip, port), "GET", "/v1/claims?name=",
-                expect_peer=peer_id, timeout_s=CHECK_S, max_bytes=MAX_CLAIMS_BYTES,
-            )  # fmt: skip
-        except (ForebayError, OSError, UnicodeError) as error:
-            log.debug("peer not reached: peer_id=%s address=%s reason=%s", peer_id, text, error)
-            return False
-        return True

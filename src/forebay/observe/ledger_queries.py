@@ -15,8 +15,8 @@ Cost: 0.1 s for a million uses, besides reading the ledger, and the pages that a
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -283,22 +283,6 @@ class StepsReport:
     steps: int = 0
 
 
-@contextmanager
-def open_log(path: Path) -> Iterator[RunStore]:
-    """The log in a coordinator's state, for reading. Raises LedgerError if it cannot be read."""
-    path = path / ROSTER_NAME if path.is_dir() else path
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            _copy(path, Path(directory))
-            roster = RunStore(directory)
-        except (OSError, StateError) as error:
-            raise LedgerError(f"{path}: cannot read the coordinator's log: {error}.") from error
-        try:
-            yield roster
-        finally:
-            roster.close()
-
-
 def _copy(path: Path, directory: Path) -> None:
     """Copy the file and its WAL at one moment; retry if a coordinator wrote meanwhile."""
     files = [path, path.with_name(path.name + "-wal")]
@@ -324,8 +308,14 @@ def verify_steps(path: Path) -> StepsReport:
 
     A generation's steps count up to the start of the next one. Cost: one pass over the log's rows.
     """
-    with open_log(path) as roster:
-        generations, rows = roster.generations(), roster.rows()
+    path = path / ROSTER_NAME if path.is_dir() else path
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            _copy(path, Path(directory))
+            with closing(RunStore(directory)) as roster:
+                generations, rows = roster.generations(), roster.rows()
+        except (OSError, StateError) as error:
+            raise LedgerError(f"{path}: cannot read the coordinator's log: {error}.") from error
     end_steps: dict[int, int | None] = {}
     first_later_step: int | None = None
     for generation in reversed(generations):
@@ -335,7 +325,7 @@ def verify_steps(path: Path) -> StepsReport:
     problems: list[str] = []
     samples = missing = repeated = redone = steps = 0
     next_step = next_sample = 0
-    for number, start, stop, first_sample, count in sorted(rows, key=lambda row: (row[0], row[1])):
+    for number, start, stop, first_sample, count in rows:
         if number not in end_steps or not 0 <= start < stop or count < 0:
             problems.append(f"steps [{start}, {stop}) of generation {number}: there is no such generation or step")
             continue

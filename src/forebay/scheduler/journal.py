@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter
 
 from forebay.closing import Closing
 from forebay.errors import LeaseError, LedgerError, StateError
@@ -287,39 +288,35 @@ def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
             )
 
 
+# The events that are entries as they are.
+_KINDS: dict[str, type[Event]] = {
+    "worker": events.WorkerEnlisted,
+    "epoch": events.EpochEnded,
+    "set_aside": events.SliceSetAside,
+    "readmitted": events.SliceReadmitted,
+}
+
+
 def _entry_of(event: Event) -> tuple[str, dict[str, Any]] | None:
     """The kind and body of the ledger entry of an event; None for an event that proves nothing."""
     match event:
-        case events.WorkerEnlisted():
-            return "worker", event._asdict()
         case events.UsesRecorded(worker, uses, receipt, session):
             body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
             return "uses", {**body, "session": session} if session else body
-        case events.EpochEnded():
-            return "epoch", event._asdict()
         case events.SliceSetAside():
             return "set_aside", event._asdict() | {"reason": event.reason[:300]}
-        case events.SliceReadmitted():
-            return "readmitted", event._asdict()
         case events.JobPaused(paused):
             return "paused" if paused else "resumed", {}
-    return None
+    return next(((kind, event._asdict()) for kind, cls in _KINDS.items() if isinstance(event, cls)), None)
 
 
 def _events_of(entry: Entry) -> Iterator[Event]:
     body = entry.body
     match entry.kind:
-        case "worker":
-            yield events.WorkerEnlisted(str(body["worker"]), str(body["key"]), str(body.get("name", "")))
         case "uses":
             uses = tuple(Used.from_row(row) for row in body["uses"])
             yield events.UsesRecorded(str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", "")))
-        case "epoch":
-            yield events.EpochEnded(int(body["epoch"]), int(body["samples"]))
-        case "set_aside":
-            epoch, index, start, stop = (int(body[key]) for key in ("epoch", "slice", "start", "stop"))
-            yield events.SliceSetAside(epoch, index, start, stop, str(body["reason"]))
-        case "readmitted":
-            yield events.SliceReadmitted(int(body["slice"]))
         case "paused" | "resumed":
             yield events.JobPaused(entry.kind == "paused")
+        case kind if kind in _KINDS:
+            yield TypeAdapter[Event](_KINDS[kind]).validate_python(body)

@@ -147,8 +147,7 @@ class SchedulerService:
 
     def left_out(self) -> str:
         """A line about unused samples and what was set aside; "" if all are used."""
-        with self._lock:
-            job = status.job_status(self._open_journal().core, time.monotonic())
+        job = self._job_status()
         return status.left_out_line(job) if job["num_left_out"] else ""
 
     def start(self) -> None:
@@ -439,9 +438,12 @@ class SchedulerService:
             )
 
     def _metrics(self) -> list[Metric]:
+        workers = len(self._activity.workers)
+        return status.metrics(self._job_status(), workers, self._num_exchanges, self._core_s)
+
+    def _job_status(self) -> dict[str, Any]:
         with self._lock:
-            job = status.job_status(self._open_journal().core, time.monotonic())
-            return status.metrics(job, len(self._activity.workers), self._num_exchanges, self._core_s)
+            return status.job_status(self._open_journal().core, time.monotonic())
 
     async def _administer(
         self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]]
@@ -452,8 +454,7 @@ class SchedulerService:
         if await self._change(change):
             self.identity.record_event(verb, job=self.name, by=peer.peer_id)
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
-        with self._lock:
-            return JsonResponse(status.job_status(self._open_journal().core, time.monotonic()))
+        return JsonResponse(self._job_status())
 
     async def _pause(self, request: Request) -> Response:
         return await self._administer(request, "pause", lambda core: core.pause(True))

@@ -228,10 +228,6 @@ class _World:
             if is_awaited:
                 worker.refused(ask, str(error))
             return None
-        self._record_reply(worker, reply)
-        return reply
-
-    def _record_reply(self, worker: Worker, reply: ExchangeResult) -> None:
         for grant in reply.leases:
             self._grants.setdefault(grant.lease_id, (grant, grant.start))
         for use in reply.uses:
@@ -246,6 +242,7 @@ class _World:
             self.on_progress(use.offset - offset)
         if self.num_remaining <= 0 and self.ended_at is None:
             self.ended_at = self.clock.now
+        return reply
 
     # Results.
 

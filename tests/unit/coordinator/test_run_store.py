@@ -22,4 +22,4 @@ def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path) -> None:
         store._database.execute("PRAGMA max_page_count=1000000")
         store.save(large, [LogLine("written")], run_id)
         assert store.load(Rules(), {}, 0.0, "run")[0].config == large.config
-        assert store._database.execute("SELECT text FROM notes").fetchall() == [("written",)]
+        assert store._database.execute("SELECT text FROM notes").fetchone()["text"] == "written"

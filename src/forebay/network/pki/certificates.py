@@ -262,9 +262,9 @@ def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str
         raise ProtocolError(f"{what}: expected a certificate signed by {whose}, got another") from error
 
 
-_PARSER_ERRORS = (
+PARSER_ERRORS = (
     UnsupportedAlgorithm, x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.DuplicateExtension,
-    x509.AttributeNotFound,
+    x509.AttributeNotFound, x509.ExtensionNotFound,
 )  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def _parse(der_cert: bytes) -> x509.Certificate:
         key = cert.public_key()
         num_names = len(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
         _ = cert.extensions  # parsed lazily, and may be malformed
-    except (ValueError, *_PARSER_ERRORS) as error:
+    except (ValueError, *PARSER_ERRORS) as error:
         raise ProtocolError(f"peer's certificate: expected X.509 in DER, got {error}") from error
     if not isinstance(key, Ed25519PublicKey) or num_names != 1:
         raise ProtocolError(

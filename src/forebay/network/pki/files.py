@@ -74,6 +74,11 @@ def create_organisation(
     return peer_in(cert).peer_id
 
 
+def is_issuer(directory: Path) -> bool:
+    """Whether a directory is a network's or an organisation's: it has a key that signs certificates."""
+    return any((directory / name).exists() for name in ("root-key.pem", "org-key.pem"))
+
+
 def read_issuer(directory: str | Path) -> Issuer:
     """The issuer of a network's or an organisation's directory. Raises UsageError."""
     folder = Path(directory)

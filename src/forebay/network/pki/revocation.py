@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -29,7 +28,7 @@ from forebay.files import atomic_write
 from forebay.network.peer import Peer
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
-from forebay.network.pki.files import read_issuer, read_root
+from forebay.network.pki.files import is_issuer, read_issuer, read_root
 from forebay.peer_id import key_id_of, serial_number_of
 
 CRL_DIRECTORY = "crls"
@@ -41,7 +40,6 @@ ORGANISATION_EVERY_S = 60.0  # between new CRLs of an organisation; the root's a
 LOOK_EVERY_S = 1.0
 PEER_ID = re.compile(r"[a-z2-7]{32}")
 FileStamp = tuple[int, int, int] | None
-_PARSER_ERRORS = (UnsupportedAlgorithm, x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension)
 log = logging.getLogger("forebay.network")
 
 
@@ -94,7 +92,7 @@ def parse_crl(
                 f"expected at most {MAX_REVOKED:,} entries, a number below 2^63 and no critical extension, "
                 f"got {len(crl):,}, {str(number)[:40]} and {unknown[:4]}"
             )
-    except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
+    except (ValueError, ProtocolError, *certificates.PARSER_ERRORS) as error:
         raise _malformed(error) from error
     own = certificates.organisation_of(certificates.der_of(above[0]), root) if above else None
     signer = own or certificates.peer_of(root)
@@ -252,8 +250,7 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
         raise UsageError(f"revoke: expected a peer id (32 characters a-z, 2-7), got {peer_id!r}")
     path = folder / "revoked.txt"
     ids = (read_revoked(path) if path.exists() else frozenset()) | {peer_id}
-    is_issuer = any((folder / name).exists() for name in ("root-key.pem", "org-key.pem"))
-    crl = _sign_next_crl(folder, ids, others) if is_issuer else None
+    crl = _sign_next_crl(folder, ids, others) if is_issuer(folder) else None
     atomic_write(path, "".join(f"{item}\n" for item in sorted(ids)).encode(), 0o600)
     return crl
 
