@@ -6,6 +6,9 @@ A message says what failed, what was expected, what was received, where, and the
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+"""What a value of another shape raises where it is read."""
+
 
 class ForebayError(Exception):
     """Base class of all of Forebay's own errors."""

@@ -6,15 +6,12 @@ import contextlib
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forebay.cli.arguments import add_identity, file, folder, positive, print_result, show
-from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
-
-if TYPE_CHECKING:
-    from forebay.dataset.reader import VerifyReport
+from forebay.errors import MALFORMED, DatasetError, ForebayError, PrepareError, UsageError
 
 _MAX_VALUES = 16  # of an array that is printed
 _MAX_CHARACTERS = 2000  # of a document
@@ -72,10 +69,18 @@ def _plain_item(item: Any) -> dict[str, Any]:
 
 
 def _verify(args: Namespace) -> bool:
+    from forebay.dataset.manifest import MANIFEST_FILE
+    from forebay.dataset.reader import local_path, verify_dataset
     from forebay.observe.progress import bar
+    from forebay.storage.addresses import is_url
 
+    folder = None if is_url(args.dataset) else local_path(args.dataset)
     with bar("verify", None, enabled=not args.quiet) as advance:
-        report = _verify_in_place(args, advance)
+        # A local dataset by its files, which reports a damaged manifest; another one by its reader.
+        if folder is not None and ((folder / MANIFEST_FILE).is_file() or not folder.exists()):
+            report = verify_dataset(folder, on_progress=advance)
+        else:
+            report = _open(args).verify(on_progress=advance)
     if args.json:
         result = report.to_json()
         print(json.dumps({key: result[key] for key in ("ok", "bad", "level", "checks")}))
@@ -92,26 +97,10 @@ def _verify(args: Namespace) -> bool:
     return not report.ok
 
 
-def _verify_in_place(args: Namespace, advance: Callable[[int], None]) -> VerifyReport:
-    """Verify a local dataset by its files, which reports a damaged manifest; another one by its reader."""
-    from forebay.dataset.manifest import MANIFEST_FILE
-    from forebay.dataset.reader import local_path, verify_dataset
-    from forebay.storage.addresses import is_url
-
-    if not is_url(args.dataset):
-        folder = local_path(args.dataset)
-        if (folder / MANIFEST_FILE).is_file() or not folder.exists():
-            return verify_dataset(folder, on_progress=advance)
-    report: VerifyReport = _open(args).verify(on_progress=advance)
-    return report
-
-
 def _report(args: Namespace) -> None:
     try:
         return _show_report(args)
-    except ForebayError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+    except MALFORMED as error:
         names = " or ".join(filter(None, (args.dataset, args.second)))
         raise DatasetError(
             f"{names}: expected a report of forebay prepare, got a damaged one ({type(error).__name__}: {error}). "
@@ -124,7 +113,12 @@ def _show_report(args: Namespace) -> None:
 
     path = args.dataset
     if args.second is None and (unfinished := _unfinished(path)) is not None:
-        return _show_unfinished(args, unfinished)
+        from forebay.observe.top import format_view
+        from forebay.observe.views import preparation_view
+        from forebay.prepare.progress import render_failures
+
+        view, failures = format_view(preparation_view(unfinished["record"])), render_failures(unfinished["failed"])
+        return print_result(args, unfinished, f"{view}{failures}")
     report = load_report(path)
     if args.second is not None:
         return _compare(args, report)
@@ -150,15 +144,6 @@ def _unfinished(path: str) -> dict[str, Any] | None:
         return {"record": read_progress(path), "failed": failures}
     except PrepareError:
         return None
-
-
-def _show_unfinished(args: Namespace, unfinished: Mapping[str, Any]) -> None:
-    from forebay.observe.top import format_view
-    from forebay.observe.views import preparation_view
-    from forebay.prepare.progress import render_failures
-
-    view, failures = format_view(preparation_view(unfinished["record"])), render_failures(unfinished["failed"])
-    print_result(args, unfinished, f"{view}{failures}")
 
 
 def _compare(args: Namespace, report: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, address, folder, is_loopback
 from forebay.cli.running import load_identity, ready, stop_event, until_stopped
-from forebay.errors import StateError, UsageError
+from forebay.errors import MALFORMED, StateError, UsageError
 
 if TYPE_CHECKING:
     from forebay.observe.dashboard import Dashboard
@@ -29,7 +29,6 @@ def _open(args: Namespace, stack: ExitStack) -> Source:
 
 
 def _top(args: Namespace) -> None:
-    from forebay.observe.sources import MALFORMED
     from forebay.observe.top import show_top
 
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -180,7 +180,7 @@ def logging_to_stderr(args: argparse.Namespace) -> Iterator[None]:
     root.addHandler(handler)  # Warnings of libraries, too.
     logger.setLevel(level.upper())
     if is_json:
-        sys.stderr = _LoggedLines(stderr, _JsonFormatter())
+        sys.stderr = _Stream(stderr, _logged_lines())
         logging.captureWarnings(True)
     try:
         yield
@@ -227,8 +227,12 @@ def _plain(value: object) -> object:
 class _Stream:
     """A text stream that writes otherwise than another; all else is the other's own."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, convert: Callable[[str], str]) -> None:
+        self._stream, self._convert = stream, convert
+
+    def write(self, text: str) -> int:
+        self._stream.write(self._convert(text))
+        return len(text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -238,19 +242,20 @@ class _Stream:
         return getattr(self._stream, name)
 
 
-class _LoggedLines(_Stream):
-    """Writes each line as a log line: for what is printed to stderr, by libraries too."""
+def _logged_lines() -> Callable[[str], str]:
+    """A function that makes each line a log line: for what is printed to stderr, by libraries too."""
+    rest, formatter = "", _JsonFormatter()
 
-    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
-        super().__init__(stream)
-        self._formatter, self._rest = formatter, ""
+    def convert(text: str) -> str:
+        nonlocal rest
+        *lines, rest = (rest + text.replace("\r", "\n")).split("\n")
+        records = (
+            logging.LogRecord("forebay.stderr", logging.INFO, "", 0, line, None, None)
+            for line in filter(str.strip, lines)
+        )
+        return "".join(f"{formatter.format(record)}\n" for record in records)
 
-    def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text.replace("\r", "\n")).split("\n")
-        for line in filter(str.strip, lines):
-            record = logging.LogRecord("forebay.stderr", logging.INFO, "", 0, line, None, None)
-            self._stream.write(self._formatter.format(record) + "\n")
-        return len(text)
+    return convert
 
 
 # Control characters (C0, C1) but line feed and tab, those that turn the direction of writing, unpaired surrogates.
@@ -265,25 +270,13 @@ def printable(text: str, *, allow_return: bool = False) -> str:
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-class _Filter(_Stream):
-    """Writes through `printable`."""
-
-    def __init__(self, stream: TextIO, allow_return: bool) -> None:
-        super().__init__(stream)
-        self._allow_return = allow_return
-
-    def write(self, text: str) -> int:
-        self._stream.write(printable(text, allow_return=self._allow_return))
-        return len(text)
-
-
 @contextmanager
 def filtered_streams() -> Iterator[None]:
     """While the block runs, stdout and stderr are filtered. Bytes written to their `buffer` are not."""
     stdout, stderr = sys.stdout, sys.stderr
     with Path(os.devnull).open("w") as nowhere:  # It takes the place of a closed stdout.
-        sys.stdout = _Filter(stdout or nowhere, False)
-        sys.stderr = _Filter(stderr or nowhere, True)
+        sys.stdout = _Stream(stdout or nowhere, printable)
+        sys.stderr = _Stream(stderr or nowhere, partial(printable, allow_return=True))
         try:
             yield
         finally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forebay.errors import ForebayError, PrepareError, ProtocolError, UsageError
+from forebay.errors import MALFORMED, ForebayError, PrepareError, ProtocolError, UsageError
 from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from forebay.stream.text_stream import TextStream
 
 TIMEOUT_S = 5.0
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""What a value of another shape raises where it is read."""
 _NODES_EVERY_S = 5.0
 _MAX_NODES = 64
 

@@ -286,15 +286,6 @@ def _age(record: Row) -> str:
     return f"the last report is {format_seconds(age_s)} old: the process may be gone, or its clock differs"
 
 
-def _running_tasks(record: Row) -> list[dict[str, Any]]:
-    """The tasks that run, the longest first."""
-    tasks = [
-        {**task, "state": "running", "running_s": max(0.0, time.time() - task["started_at"])}
-        for task in record["workers"]
-    ]
-    return sorted(tasks, key=lambda task: -task["running_s"])[:MAX_ROWS]
-
-
 def preparation_view(record: Row) -> View:
     """A preparation, of the record of its progress (`prepare.progress`)."""
     stages, read = record["stages"], max(1, record["documents_in"])
@@ -333,7 +324,15 @@ def preparation_view(record: Row) -> View:
             }
             for stage in stages
         ],
-        members=record["members"], tasks=_running_tasks(record), attempts=record["retries"][::-1],
+        members=record["members"],
+        tasks=sorted(
+            (
+                {**task, "state": "running", "running_s": max(0.0, time.time() - task["started_at"])}
+                for task in record["workers"]
+            ),
+            key=lambda task: -task["running_s"],
+        )[:MAX_ROWS],
+        attempts=record["retries"][::-1],
         rules=[
             {
                 "rule": entry["stage"], "documents_in": entry["documents_in"], "documents_out": entry["documents_out"],
