@@ -4,6 +4,7 @@ Each setting has a pattern, so that no value changes the structure of a file. Te
 above all, are quoted for the language that reads them: the filters `yaml`, `shell` and `unit`.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,16 +14,6 @@ from pathlib import Path
 
 from forebay.errors import UsageError
 from forebay.files import atomic_write
-
-_COUNT = r"[1-9][0-9]{0,5}"
-_COUNT_OR_ZERO = rf"0|{_COUNT}"
-_IMAGE = r"[A-Za-z0-9][A-Za-z0-9_./:@-]*"
-_LABEL = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
-_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-_QUANTITY = r"[0-9]+(\.[0-9]+)?(m|[kMGTP]i?)?"
-_SIZE = r"[0-9]+([kKMGT]i?B)?"
-_TEXT = r".+"
-_OPTIONAL = r".*"
 
 
 @dataclass(frozen=True)
@@ -43,96 +34,11 @@ class Kind:
     needs_command: bool = False
 
 
-_TRAIN = Setting("train", _LABEL, "name of the job and of its file")
-_NETWORK_NAME = Setting("forebay", _LABEL, "name of the network")
-_DATASET = Setting("wiki", _NAME, "name of the dataset, which is the name of the job")
-_SEQ_LEN = Setting("1024", _COUNT, "tokens per sample")
-_BATCH_SIZE = Setting("8", _COUNT, "samples per step of a worker")
-_WORKERS = Setting("3", _COUNT, "workers")
-_POD = {
-    "gpus": Setting("0", _COUNT_OR_ZERO, "NVIDIA GPUs of a pod"),
-    "cpu": Setting("8", _QUANTITY, "CPUs of a pod"),
-    "memory": Setting("64Gi", _QUANTITY, "memory of a pod"),
+KINDS = {
+    name: Kind({key: Setting(*parts) for key, parts in kind.pop("settings").items()}, **kind)
+    for name, kind in json.loads(Path(__file__).with_name("kinds.json").read_bytes()).items()
 }
-_TRAINING_IMAGE = Setting("registry.example/train:1", _IMAGE, "image with Forebay and the command's program")
-
-KINDS: dict[str, Kind] = {
-    "slurm": Kind(
-        {
-            "name": _TRAIN,
-            "nodes": Setting("1", _COUNT, "nodes"),
-            "ranks_per_node": Setting("1", _COUNT, "ranks of a node"),
-            "gpus_per_node": Setting("0", _COUNT_OR_ZERO, "GPUs of a node, all visible to each of its ranks"),
-            "cpus_per_rank": Setting("8", _COUNT, "CPUs of a rank"),
-            "memory": Setting("64G", r"[0-9]+[KMGT]?", "memory of a node; 0: all"),
-            "time": Setting("24:00:00", r"[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", "longest run"),
-            "partition": Setting("", r"[A-Za-z0-9_.,-]*", "partition; empty: the cluster's default"),
-            "account": Setting("", r"[A-Za-z0-9_.-]*", "account; empty: yours"),
-            "cache": Setting("/tmp/forebay-cache", _TEXT, "directory on the node's own disk"),
-        },
-        ["sbatch {out}/{name}.sbatch"],
-        needs_command=True,
-    ),
-    "kubernetes": Kind(
-        {
-            "name": _TRAIN,
-            "image": _TRAINING_IMAGE,
-            "pods": Setting("2", _COUNT, "pods"),
-            "ranks_per_pod": Setting("1", _COUNT, "ranks of a pod; torchrun starts more than one"),
-            **_POD,
-        },
-        ["kubectl apply -f {out}/{name}.yaml"],
-        needs_command=True,
-    ),
-    "kubernetes-network": Kind(
-        {
-            "name": _NETWORK_NAME,
-            "dataset": _DATASET,
-            "claim": Setting("datasets", _LABEL, "PersistentVolumeClaim that has the dataset as a directory"),
-            "image": _TRAINING_IMAGE,
-            "data_nodes": Setting("1", _COUNT, "data nodes"),
-            "workers": _WORKERS,
-            "seq_len": _SEQ_LEN,
-            "batch_size": _BATCH_SIZE,
-            "cache_bytes": Setting("20GB", _SIZE, "cache of a worker"),
-            "state": Setting("10Gi", _QUANTITY, "disk of the scheduler, for journal and ledger"),
-            **_POD,
-        },
-        ["sh {out}/keys.sh", "kubectl apply -k {out}"],
-    ),
-    "compose": Kind(
-        {
-            "name": _NETWORK_NAME,
-            "image": Setting("forebay", _IMAGE, "image with Forebay and the command's program"),
-            "build": Setting("", _OPTIONAL, "directory with a Dockerfile for the image; empty: the image exists"),
-            "data": Setting("./data", _TEXT, "directory with the dataset, as a directory of its name"),
-            "dataset": _DATASET,
-            "texts": Setting("./texts", _TEXT, "directory of texts to prepare, if the dataset does not exist"),
-            "slice_bytes": Setting("64MiB", _SIZE, "size of a slice, if the dataset does not exist"),
-            "workers": _WORKERS,
-            "seq_len": _SEQ_LEN,
-            "batch_size": _BATCH_SIZE,
-            "port": Setting("7480", r"[1-9][0-9]{0,4}", "port of this machine for the dashboard"),
-        },
-        ["docker compose -f {out}/compose.yaml up"],
-    ),
-    "systemd": Kind(
-        {
-            "name": _NETWORK_NAME,
-            "host": Setting("127.0.0.1", r"[A-Za-z0-9.-]+", "address of this machine that others reach"),
-            "program": Setting("/opt/forebay/bin/forebay", r"/.+", "the installed command"),
-            "dataset": _DATASET,
-            "data": Setting("/srv/datasets", r"/.+", "directory with the dataset, as a directory of its name"),
-            "seq_len": _SEQ_LEN,
-        },
-        [
-            "useradd --system --home-dir /var/lib/forebay forebay",
-            "sh {out}/keys.sh",
-            "install -m 644 {out}/*.service /etc/systemd/system/",
-            "systemctl enable --now {name}-dht {name}-data-node {name}-scheduler",
-        ],
-    ),
-}
+"""By name, from `kinds.json`: of a setting its default, what its value must match, and its description."""
 
 
 def render(kind: str, values: Mapping[str, str], command: Sequence[str]) -> dict[str, str]:
@@ -149,7 +55,7 @@ def render(kind: str, values: Mapping[str, str], command: Sequence[str]) -> dict
             raise UsageError(f"launch {kind}: expected a setting of {', '.join(settings)}, got {key!r}.")
         setting = settings[key]
         if not re.fullmatch(setting.pattern, value) or not value.isprintable():
-            form = "printable text" if setting.pattern in (_TEXT, _OPTIONAL) else setting.pattern
+            form = "printable text" if setting.pattern in (".+", ".*") else setting.pattern
             raise UsageError(
                 f"launch {kind}: {key} ({setting.about}): expected {form}, got {value!r:.100}. Correct it."
             )
