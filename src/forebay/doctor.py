@@ -29,7 +29,8 @@ def examine(paths: Sequence[Path], options: CheckOptions) -> list[Report]:
     chosen, others = list[tuple[Path, str]](), list[tuple[Path, str]]()
     for path in paths:
         for file, kind in _find_files(path, options):
-            is_checked = file == path or kind in names_with("check") or _is_misnamed(file, kind)
+            is_misnamed = kind == "unknown" and _misnamed(file) and detect(file).reason not in ARCHIVES.values()
+            is_checked = file == path or kind in names_with("check") or is_misnamed
             (chosen if is_checked else others).append((file, kind))
     if not chosen and not others:
         raise DatasetError(
@@ -58,7 +59,16 @@ def _count(path: Path, others: Sequence[tuple[Path, str]], options: CheckOptions
 
 def _find_files(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]:
     if path.is_dir():
-        yield from _find_in_directory(path, options)
+        if name := dataset_format(path):
+            yield path, name
+            return
+        entries = sorted(p for p in path.iterdir() if not p.name.startswith("."))
+        for file in (p for p in entries if p.is_file() and not p.name.startswith(IDS_PREFIX)):
+            kind = kind_of(file, options)
+            if not (kind == "megatron" and file.suffix == ".bin"):  # the data of an index
+                yield file, kind
+        for folder in filter(Path.is_dir, entries):
+            yield from _find_files(folder, options)
     elif path.is_file():
         yield path, kind_of(path, options)
     elif "*" in path.name or "?" in path.name:
@@ -67,24 +77,6 @@ def _find_files(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]
         yield path.with_name(path.name + ".idx"), "megatron"
     else:
         raise DatasetError(f"{path}: expected a file or directory, got nothing there. Check the path.")
-
-
-def _find_in_directory(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]:
-    if name := dataset_format(path):
-        yield path, name
-        return
-    entries = sorted(p for p in path.iterdir() if not p.name.startswith("."))
-    for file in (p for p in entries if p.is_file() and not p.name.startswith(IDS_PREFIX)):
-        kind = kind_of(file, options)
-        if not (kind == "megatron" and file.suffix == ".bin"):  # the data of an index
-            yield file, kind
-    for folder in entries:
-        if folder.is_dir():
-            yield from _find_in_directory(folder, options)
-
-
-def _is_misnamed(file: Path, kind: str) -> bool:
-    return kind == "unknown" and bool(_misnamed(file)) and detect(file).reason not in ARCHIVES.values()
 
 
 def kind_of(path: Path, options: CheckOptions) -> str:

@@ -48,6 +48,11 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def numbered(number: int, noun: str) -> str:
+    """`1 slice`, `2,000 slices`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """`125 MB/s (1 Gb/s)`."""
     return f"{format_bytes(bytes_per_s)}/s ({bytes_per_s * 8 / 1e9:.3g} Gb/s)"

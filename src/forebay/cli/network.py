@@ -14,6 +14,7 @@ from forebay.cli.running import load_identity, log, ready, stop_event, until_sto
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
 from forebay.storage.retry import log_while_waiting
+from forebay.units import numbered
 
 TOKEN_VALID_DAYS = 7.0
 
@@ -91,7 +92,7 @@ def _network_invite(args: Namespace) -> None:
     text = sign_token(issuer, token)
     print_result(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
     print(
-        f"token {token.id[:8]}: {token.uses} {'node' if token.uses == 1 else 'nodes'} may join as {_describe(scope)}, "
+        f"token {token.id[:8]}: {numbered(token.uses, 'node')} may join as {_describe(scope)}, "
         f"until {_date(token.expires_at)}. Send it like a password.\n"
         f"next, here: forebay network admit {args.directory} --listen {args.issuer}\n"
         f"next, there: forebay network join --token FILE NODE_DIRECTORY --name NODE",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.cli.arguments import add_settings, file, folder, percentage, positive, size
 from forebay.errors import UsageError
 from forebay.toml import parse_settings
+from forebay.units import numbered
 
 if TYPE_CHECKING:
     from forebay.prepare.recipe import Recipe
@@ -68,30 +69,22 @@ def _prepare(args: Namespace) -> None:
         print(json.dumps(result))
         return
     if args.to == "report":
-        _show_report(args.out)
+        from forebay.prepare.report import load_report, load_times, page_of, render_text
+
+        print(f"{render_text(load_report(args.out), load_times(args.out))}\nFull report: {page_of(args.out)}")
         return
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
-    what = f"{result['tokens']:,} tokens in {_numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
+    what = f"{result['tokens']:,} tokens in {numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
     failed = result["failed"]
-    missing = f"\n{_numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
+    missing = f"\n{numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
     missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
     print(
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}{missing}"
     )
-
-
-def _numbered(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _show_report(out: str) -> None:
-    from forebay.prepare.report import load_report, load_times, page_of, render_text
-
-    print(f"{render_text(load_report(out), load_times(out))}\nFull report: {page_of(out)}")
 
 
 def _recipe(args: Namespace) -> Recipe:

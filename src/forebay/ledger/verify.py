@@ -12,7 +12,7 @@ import numpy as np
 
 from forebay.arrays import I64, Array
 from forebay.errors import ForebayError, LedgerError
-from forebay.ledger.chain import READ_BYTES, Entry, iter_entries, receipt_message, uses_of
+from forebay.ledger.chain import READ_BYTES, Entry, iter_entries, read_entries, receipt_message, uses_of
 from forebay.ledger.index import Asides, Job, UseColumns, apply_aside
 from forebay.peer_id import peer_id_of
 
@@ -96,18 +96,12 @@ def verify_ledger(
     if job is None or last is None:
         reading.problem(f"no job entry ({path}): the ledger does not say what it is about")
         return LedgerReport(False, False, [], reading.problems, reading.entries)
-    if verify is not None:
-        _check_signatures(path, last, public_key or job.scheduler, verify, reading)
+    key = public_key or job.scheduler
+    if verify is not None and not _is_signed(last, key, verify):
+        # The last signature covers all; where it is wrong, the first wrong one is found.
+        entry = next(entry for entry in read_entries(path) if not _is_signed(entry, key, verify))
+        reading.problem(f"entry {entry.seq} ({entry.kind}): it is not signed by the scheduler; nor is what follows")
     return _report(reading, job, replay, max_set_aside)
-
-
-def _check_signatures(path: Path, last: Entry, key: bytes, verify: Verifier, reading: _Reading) -> None:
-    """The last signature covers all; where it is wrong, the first wrong one is found."""
-    if _is_signed(last, key, verify):
-        return
-    with path.open("rb", READ_BYTES) as file:
-        entry = next(entry for entry in iter_entries(file, path) if not _is_signed(entry, key, verify))
-    reading.problem(f"entry {entry.seq} ({entry.kind}): it is not signed by the scheduler; nor is what follows")
 
 
 def _is_signed(entry: Entry, key: bytes, verify: Verifier) -> bool:
@@ -137,7 +131,13 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
                 assert reading.job is not None
                 apply_aside(entry, reading.job, reading.aside_of, reading.ended)
             case "epoch":
-                _read_epoch(entry, reading)
+                epoch = entry.body["epoch"]
+                if type(epoch) is not int or epoch < 0:
+                    raise LedgerError(f"expected an epoch, got {entry.body}")
+                if epoch in reading.ended:
+                    raise LedgerError(f"epoch {epoch} had ended before")
+                reading.ended.add(epoch)
+                reading.reached.clear()
     except (ForebayError, ValueError, KeyError, TypeError) as error:
         reading.problem(f"entry {entry.seq} ({entry.kind}): {error}")
 
@@ -173,21 +173,9 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
         reading.verify(reading.keys[worker], message, bytes.fromhex(body["receipt"]))
 
 
-def _read_epoch(entry: Entry, reading: _Reading) -> None:
-    epoch = entry.body["epoch"]
-    if type(epoch) is not int or epoch < 0:
-        raise LedgerError(f"expected an epoch, got {entry.body}")
-    if epoch in reading.ended:
-        raise LedgerError(f"epoch {epoch} had ended before")
-    reading.ended.add(epoch)
-    reading.reached.clear()
-
-
 def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: float) -> LedgerReport:
     table = reading.uses.table()
-    epochs: list[dict[str, int]] = []
-    missing: list[dict[str, int]] = []
-    repeated: list[dict[str, int]] = []
+    epochs, missing, repeated = (list[dict[str, int]]() for _ in range(3))
     last = int(table["epoch"].max()) if len(table) else -1
     for epoch in range(max([last, *reading.ended]) + 1):
         if epoch > reading.entries:

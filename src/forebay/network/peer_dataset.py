@@ -82,13 +82,20 @@ class PeerOrigin(Origin):
                 # Peers with all slices come first; web servers and buckets that peers name, last.
                 peers = sorted(claims, key=lambda claim: not claim.is_whole)
                 self._opened = {url: self._open_url(url) for url in sorted({claim.url for claim in claims} - {""})}
-                self._sources = [*map(self._source, peers), *self._opened.values()]
+                self._sources = [
+                    PeerSource(
+                        self.client,
+                        claim.peer_id,
+                        claim.address,
+                        self.sha256_of,
+                        self.timeouts.stall_s,
+                        claim.dataset_id,
+                    )
+                    for claim in peers
+                ]
+                self._sources += self._opened.values()
                 self._sources_of = claims
             return list(self._sources)
-
-    def _source(self, claim: Claim) -> PeerSource:
-        stall_s = self.timeouts.stall_s
-        return PeerSource(self.client, claim.peer_id, claim.address, self.sha256_of, stall_s, claim.dataset_id)
 
     def claims(self, max_age_s: float) -> list[Claim]:
         """Return who serves it or a part of it, as of `max_age_s` ago at most; TransientError if no peer does."""

@@ -7,6 +7,7 @@ from forebay.network.app import Metric, counter, gauge
 from forebay.scheduler.activity import Activity, coverage
 from forebay.scheduler.catalog import Catalog
 from forebay.scheduler.core import SchedulerCore
+from forebay.units import numbered
 
 MAX_WORKERS_SHOWN = 1000
 
@@ -97,11 +98,7 @@ def job_line(job: Mapping[str, Any]) -> str:
     if job["num_left_out"]:
         line += f"; {job['num_left_out']:,} samples of slices set aside were not used"
     if job["state"] not in ("done", "incomplete"):
-        line += f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle"
+        line += f"; {numbered(job['slices_leased'], 'lease')}, {numbered(job['idle'], 'worker')} idle"
     if job["unserved"]:
         line += f"; {job['unserved']}"
     return line
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -157,7 +157,12 @@ def lease_bound(scenario: Scenario, machines: Sequence[Machine]) -> dict[str, fl
             changes += [(starts_at, machine.speed), (machine.dies_at, -machine.speed)]
     changes.sort()
     speeds = np.concatenate(([0.0], np.cumsum(sorted((machine.speed for machine in machines), reverse=True))))
-    filled = filling(scenario, machines)
+    # The time before which no k machines can have a slice, for k from 1: only machines with a slice send.
+    filled, sent_at, sending = list[float](), 2 * scenario.latency_s, scenario.origin_up
+    for up in sorted((machine.up for machine in machines), reverse=True):
+        sent_at += scenario.slice_bytes / sending
+        filled.append(sent_at)
+        sending += up
     supply, rate, num_applied = list[tuple[float, float]](), 0.0, 0
     for time in sorted({0.0, *(time for time, _ in changes if time < _NEVER), *filled}):
         while num_applied < len(changes) and changes[num_applied][0] <= time:
@@ -168,16 +173,6 @@ def lease_bound(scenario: Scenario, machines: Sequence[Machine]) -> dict[str, fl
     work = float(scenario.num_samples)
     sending_s = scenario.slices * scenario.slice_bytes / scenario.origin_up
     return {"compute": work_done_s(work, supply), "origin": sending_s + 2 * scenario.latency_s}
-
-
-def filling(scenario: Scenario, machines: Sequence[Machine]) -> list[float]:
-    """The time before which no k machines can have a slice, for k from 1: only machines with a slice send."""
-    times, time, sending = [], 2 * scenario.latency_s, scenario.origin_up
-    for up in sorted((machine.up for machine in machines), reverse=True):
-        time += scenario.slice_bytes / sending
-        times.append(time)
-        sending += up
-    return times
 
 
 def work_done_s(work: float, supply: Sequence[tuple[float, float]]) -> float:
