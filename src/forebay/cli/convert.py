@@ -113,25 +113,18 @@ def _print_report(report: Report) -> None:
         print(f"      {finding.evidence}\n      {finding.advice}")
 
 
-def _mirror_shards(args: Namespace) -> None:
-    from forebay.mirror import mirror_shards
-    from forebay.observe.progress import bar
-
-    shards = None if args.slices is None else slice(*args.slices)
-    with bar("mirror", None, enabled=not args.quiet) as advance:
-        report = mirror_shards(
-            args.source, args.target, shards=shards, max_workers=args.connections, on_progress=advance
-        )
-    show(args, report)
-
-
 def _mirror(args: Namespace) -> None:
-    from forebay.mirror import holds_shards, mirror, mirror_by_swarm
+    from forebay.mirror import holds_shards, mirror, mirror_by_swarm, mirror_shards
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote
 
     if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source):
-        return _mirror_shards(args)
+        shards = None if args.slices is None else slice(*args.slices)
+        with bar("mirror", None, enabled=not args.quiet) as advance:
+            shown = mirror_shards(
+                args.source, args.target, shards=shards, max_workers=args.connections, on_progress=advance
+            )
+        return show(args, shown)
     source = args.source
     if args.publisher is not None:
         if not source.startswith("forebay://"):

@@ -86,7 +86,7 @@ def _serve(args: Namespace) -> None:
         print_result(args, node.status())
 
 
-def _find(args: Namespace) -> int:
+def _find(args: Namespace) -> bool:
     from forebay.network.client import Client
     from forebay.network.discovery import find_providers
 
@@ -107,10 +107,9 @@ def _find(args: Namespace) -> int:
             "Check the name, that its data node runs (forebay serve), and that this node is not revoked",
             file=sys.stderr,
         )
-        return 1
-    if len({c.dataset_id for c in claims}) > 1:
+    elif len({c.dataset_id for c in claims}) > 1:
         print(f"forebay: {args.name!r} is the name of several datasets here; they are never mixed", file=sys.stderr)
-    return 0
+    return not providers
 
 
 def add_verbs(verb: Any, group: Any) -> None:
