@@ -70,26 +70,26 @@ def _sum_of(weights: Iterable[int | str], modulus: int) -> Callable[[str], bool]
     return lambda n: _not_one_digit(n) and _weighted(weights, n) % modulus == 0
 
 
+def _last_digits(*weights: Sequence[int | str]) -> Callable[[str], bool]:
+    """The check of the digits behind those that each list weighs: 11 less the remainder, 0 where that is above 9."""
+    return lambda n: _not_one_digit(n) and all(-_weighted(w, n) % 11 % 10 == int(n[len(w)]) for w in weights)
+
+
 _NL_BSN = _sum_of((9, 8, 7, 6, 5, 4, 3, 2, -1), 11)  # Source: Rijksdienst voor Identiteitsgegevens, the test of eleven.
 _EAN = _sum_of((1, 3) * 7, 10)  # Source: GS1, as the Swiss AHVN13 uses it.
 _AU_TFN = _sum_of((1, 4, 3, 7, 5, 8, 6, 9, 10), 11)  # Source: Australian Taxation Office, tax file number algorithm.
+_UK_NHS = _sum_of(range(10, 0, -1), 11)  # Source: NHS Data Model and Dictionary, NHS Number.
+_BR_CPF = _last_digits(range(10, 1, -1), range(11, 1, -1))  # Source: Receita Federal, Instrução Normativa 1548/2015.
+# Source: Receita Federal, Cadastro Nacional da Pessoa Jurídica.
+_BR_CNPJ = _last_digits("543298765432", "6543298765432")
+_JP_NUMBER = _last_digits("65432765432")  # Source: Ministerial ordinance 85 of 2014.
+_PT_NIF = _last_digits(range(9, 1, -1))  # Source: Decreto-Lei 14/2013.
 
 
 def _us_ssn(n: str) -> bool:
     """Source: 20 CFR 422.103 and the Social Security Administration's list of numbers that it does not give."""
     area = n[:3]
     return area not in ("000", "666") and area < "900" and n[3:5] != "00" and n[5:] != "0000"
-
-
-def _uk_nino(n: str) -> bool:
-    """Source: HMRC, National Insurance Manual, NIM39110."""
-    return n[:2] not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ")
-
-
-def _uk_nhs(n: str) -> bool:
-    """Source: NHS Data Model and Dictionary, NHS Number."""
-    rest = 11 - _weighted(range(10, 1, -1), n[:9]) % 11
-    return _not_one_digit(n) and (0 if rest == 11 else rest) == int(n[9])
 
 
 def _de_tax(n: str) -> bool:
@@ -108,11 +108,6 @@ def _fr_nir(n: str) -> bool:
     return (1 <= month <= 12 or 20 <= month <= 42) and 97 - int(n[:5] + department + n[7:13]) % 97 == int(n[13:])
 
 
-def _es_dni(n: str) -> bool:
-    """Source: Real Decreto 1553/2005; the letter is the number modulo 23."""
-    return "TRWAGMYFPDXBNJZSQVHLCKE"[int(n[:-1].translate(str.maketrans("XYZ", "012"))) % 23] == n[-1]
-
-
 _CF = "[0-9L-NP-V]"  # a digit, or the letter that replaces it where two persons had the same code
 _CF_ODD = dict(zip("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ", [1, 0, 5, 7, 9, 13, 15, 17, 19, 21] * 2 + [
     2, 4, 18, 20, 11, 3, 6, 8, 12, 14, 16, 10, 22, 25, 24, 23]))  # fmt: skip
@@ -129,24 +124,6 @@ def _pl_pesel(n: str) -> bool:
     century, month = divmod(int(n[2:4]), 20)
     is_born = century < 2 and _is_date(f"{19 + century}{n[:2]}{month:02}{n[4:6]}")
     return is_born and _weighted("13791379131", n) % 10 == 0
-
-
-def _br_digits(n: str, start: int, weights: Sequence[int]) -> bool:
-    for stop in (start, start + 1):
-        rest = _weighted(weights[-stop:], n[:stop]) % 11
-        if int(n[stop]) != (0 if rest < 2 else 11 - rest):
-            return False
-    return _not_one_digit(n)
-
-
-def _br_cpf(n: str) -> bool:
-    """Source: Receita Federal, Instrução Normativa 1548/2015."""
-    return _br_digits(n, 9, range(11, 1, -1))
-
-
-def _br_cnpj(n: str) -> bool:
-    """Source: Receita Federal, Cadastro Nacional da Pessoa Jurídica."""
-    return _br_digits(n, 12, [6, 5, 4, 3, 2, 9, 8, 7, 6, 5, 4, 3, 2])
 
 
 _D5 = ["0123456789", "1234067895", "2340178956", "3401289567", "4012395678", "5987604321", "6598710432", "7659821043",
@@ -168,38 +145,10 @@ def _cn_resident(n: str) -> bool:
     return _is_date(n[6:14]) and "10X98765432"[rest] == n[17]
 
 
-def _se_personal(n: str) -> bool:
-    """Source: Skatteverket, SKV 704."""
-    return luhn(n[-10:]) and _is_date(n[-10:-4])
-
-
-def _fi_hetu(n: str) -> bool:
-    """Source: Väestötietoasetus 128/2010; remainder of 31."""
-    return _is_day_first(n) and "0123456789ABCDEFHJKLMNPRSTUVWXY"[int(n[:6] + n[-4:-1]) % 31] == n[-1]
-
-
-def _no_birth(n: str) -> bool:
-    """Source: Skatteetaten, fødselsnummer."""
-    first = _weighted("3761894521", n) % 11
-    return first == _weighted("54327654321", n) % 11 == 0 and _is_day_first(n)
-
-
 def _be_national(n: str) -> bool:
     """Source: Arrêté royal du 3 avril 1984; 97 less the remainder, with a 2 before it for births from 2000 on."""
     born = _is_date(n[:6]) or n[2:6] == "0000"
     return born and any(97 - int(century + n[:9]) % 97 == int(n[9:]) for century in ("", "2"))
-
-
-def _kr_rrn(n: str) -> bool:
-    """Source: Resident Registration Act, enforcement rules; numbers given from October 2020 on have no check digit."""
-    check = (11 - _weighted("234567892345", n) % 11) % 10
-    return n[6] in "12345678" and _is_date(n[:6]) and (check == int(n[12]) or n[:2] <= "25")
-
-
-def _jp_number(n: str) -> bool:
-    """Source: Ministerial ordinance 85 of 2014."""
-    rest = _weighted("65432765432", n[:11]) % 11
-    return _not_one_digit(n) and int(n[11]) == (0 if rest < 2 else 11 - rest)
 
 
 def _mx_curp(n: str) -> bool:
@@ -212,22 +161,6 @@ def _tr_identity(n: str) -> bool:
     """Source: Nüfus ve Vatandaşlık İşleri, T.C. kimlik numarası."""
     d = _digits(n)
     return d[0] > 0 and (7 * sum(d[:9:2]) - sum(d[1:8:2])) % 10 == d[9] and sum(d[:10]) % 10 == d[10]
-
-
-def _za_id(n: str) -> bool:
-    """Source: Department of Home Affairs, Identification Act 68 of 1997."""
-    return n[10] in "012" and luhn(n) and _is_date(n[:6])
-
-
-def _pt_nif(n: str) -> bool:
-    """Source: Decreto-Lei 14/2013."""
-    rest = _weighted(range(9, 1, -1), n[:8]) % 11
-    return n[0] != "0" and _not_one_digit(n) and int(n[8]) == (0 if rest < 2 else 11 - rest)
-
-
-def _ro_cnp(n: str) -> bool:
-    """Source: Legea 105/1996."""
-    return _is_date(n[1:7]) and _weighted("279146358279", n) % 11 % 10 == int(n[12])
 
 
 def _written(number: str) -> bool:
@@ -266,35 +199,66 @@ IDENTIFIERS = (
     Identifier("us_ssn", r"\d{3}-\d{2}-\d{4}", _us_ssn),
     Identifier("us_ssn", r"\d{3} ?\d{2} ?\d{4}", _us_ssn, r"\bssn|social.?security|\bsoc\.? sec"),
     Identifier("us_itin", r"9\d{2}[ -]?[5-9]\d[ -]?\d{4}", _not_one_digit, r"\bitin\b|taxpayer id"),
-    Identifier("uk_nino", r"[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z] ?\d{2} ?\d{2} ?\d{2} ?[A-D]", _uk_nino),
-    Identifier("uk_nhs", r"\d{3}[ -]?\d{3}[ -]?\d{4}", _uk_nhs, r"\bnhs\b"),
+    # Source: HMRC, National Insurance Manual, NIM39110.
+    Identifier(
+        "uk_nino", r"[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z] ?\d{2} ?\d{2} ?\d{2} ?[A-D]",
+        lambda n: n[:2] not in ("BG", "GB", "NK", "KN", "TN", "NT", "ZZ"),
+    ),
+    Identifier("uk_nhs", r"\d{3}[ -]?\d{3}[ -]?\d{4}", _UK_NHS, r"\bnhs\b"),
     Identifier("de_tax_id", r"\d{2} ?\d{3} ?\d{3} ?\d{3}", _de_tax, _TAX_ID),
     Identifier("fr_nir", r"[12] ?\d{2} ?\d{2} ?(?:\d{2}|2[AB]) ?\d{3} ?\d{3} ?\d{2}", _fr_nir),
-    Identifier("es_dni", r"(?:\d{8}|[XYZ]-?\d{7})-?[A-HJ-NP-TV-Z]", _es_dni),
+    # Source: Real Decreto 1553/2005; the letter is the number modulo 23.
+    Identifier(
+        "es_dni", r"(?:\d{8}|[XYZ]-?\d{7})-?[A-HJ-NP-TV-Z]",
+        lambda n: "TRWAGMYFPDXBNJZSQVHLCKE"[int(n[:-1].translate(str.maketrans("XYZ", "012"))) % 23] == n[-1],
+    ),
     Identifier("it_fiscal_code", rf"(?i)[A-Z]{{6}}{_CF}{{2}}[A-EHLMPRST]{_CF}{{2}}[A-Z]{_CF}{{3}}[A-Z]", _it_cf),
     Identifier("pl_pesel", r"\d{11}", _pl_pesel, r"pesel"),
     Identifier("nl_bsn", r"\d{4}[ .]?\d{2}[ .]?\d{3}|\d{3}[ .]\d{3}[ .]\d{3}", _NL_BSN, r"\bbsn|burgerservice|sofi"),
-    Identifier("br_cpf", r"\d{3}\.\d{3}\.\d{3}-\d{2}", _br_cpf),
-    Identifier("br_cpf", r"\d{11}", _br_cpf, r"\bcpf\b"),
-    Identifier("br_cnpj", r"\d{2}\.\d{3}\.\d{3}/\d{4}-\d{2}", _br_cnpj),
+    Identifier("br_cpf", r"\d{3}\.\d{3}\.\d{3}-\d{2}", _BR_CPF),
+    Identifier("br_cpf", r"\d{11}", _BR_CPF, r"\bcpf\b"),
+    Identifier("br_cnpj", r"\d{2}\.\d{3}\.\d{3}/\d{4}-\d{2}", _BR_CNPJ),
     Identifier("in_aadhaar", r"[2-9]\d{3}[ -]?\d{4}[ -]?\d{4}", _in_aadhaar, r"aadh?aa?r|आधार|\buidai"),
     Identifier("in_pan", r"[A-Z]{3}[ABCFGHJLPT][A-Z]\d{4}[A-Z]", _written),
     Identifier("ca_sin", r"\d{3}[ -]?\d{3}[ -]?\d{3}", luhn, r"\bsin\b|social insurance|assurance sociale|\bnas\b"),
     Identifier("cn_resident_id", r"[1-8]\d{16}[\dXx]", _cn_resident),
-    Identifier("se_personal_id", r"(?:\d{2})?\d{6}[-+]\d{4}", _se_personal),
-    Identifier("fi_personal_id", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-FHJ-NPR-Y]", _fi_hetu),
-    Identifier("no_birth_number", r"\d{6} ?\d{5}", _no_birth),
-    Identifier("dk_cpr", r"\d{6}-?\d{4}", lambda n: _is_day_first(n), r"\bcpr\b|personnummer"),
+    # Source: Skatteverket, SKV 704.
+    Identifier("se_personal_id", r"(?:\d{2})?\d{6}[-+]\d{4}", lambda n: luhn(n[-10:]) and _is_date(n[-10:-4])),
+    # Source: Väestötietoasetus 128/2010; remainder of 31.
+    Identifier(
+        "fi_personal_id", r"\d{6}[-+A-FU-Y]\d{3}[0-9A-FHJ-NPR-Y]",
+        lambda n: _is_day_first(n) and "0123456789ABCDEFHJKLMNPRSTUVWXY"[int(n[:6] + n[-4:-1]) % 31] == n[-1],
+    ),
+    # Source: Skatteetaten, fødselsnummer.
+    Identifier(
+        "no_birth_number", r"\d{6} ?\d{5}",
+        lambda n: _weighted("3761894521", n) % 11 == _weighted("54327654321", n) % 11 == 0 and _is_day_first(n),
+    ),
+    Identifier("dk_cpr", r"\d{6}-?\d{4}", _is_day_first, r"\bcpr\b|personnummer"),
     Identifier("be_national_id", r"\d{2}\.\d{2}\.\d{2}-\d{3}\.\d{2}", _be_national),
     Identifier("ch_ahv", r"756\.?\d{4}\.?\d{4}\.?\d{2}", _EAN),
-    Identifier("pt_nif", r"\d{3} ?\d{3} ?\d{3}", _pt_nif, r"\bnif\b|contribuinte"),
-    Identifier("ro_cnp", r"[1-8]\d{12}", _ro_cnp, r"\bcnp\b|cod numeric personal"),
+    Identifier("pt_nif", r"\d{3} ?\d{3} ?\d{3}", lambda n: n[0] != "0" and _PT_NIF(n), r"\bnif\b|contribuinte"),
+    # Source: Legea 105/1996.
+    Identifier(
+        "ro_cnp", r"[1-8]\d{12}",
+        lambda n: _is_date(n[1:7]) and _weighted("279146358279", n) % 11 % 10 == int(n[12]),
+        r"\bcnp\b|cod numeric personal",
+    ),
     Identifier("tr_identity", r"[1-9]\d{10}", _tr_identity, r"\bt\.?c\.?\b|kimlik"),
-    Identifier("kr_rrn", r"\d{6}-[1-8]\d{6}", _kr_rrn),
-    Identifier("jp_my_number", r"\d{4}[ -]?\d{4}[ -]?\d{4}", _jp_number, r"マイナンバー|個人番号|my number"),
+    # Source: Resident Registration Act, enforcement rules; numbers given from October 2020 on have no check digit.
+    Identifier(
+        "kr_rrn", r"\d{6}-[1-8]\d{6}",
+        lambda n: n[6] in "12345678" and _is_date(n[:6])
+        and (n[:2] <= "25" or (11 - _weighted("234567892345", n) % 11) % 10 == int(n[12])),
+    ),
+    Identifier("jp_my_number", r"\d{4}[ -]?\d{4}[ -]?\d{4}", _JP_NUMBER, r"マイナンバー|個人番号|my number"),
     Identifier("mx_curp", r"[A-Z][AEIOUX][A-Z]{2}\d{6}[HMX][A-Z]{5}[0-9A-Z]\d", _mx_curp),
     Identifier("au_tfn", r"\d{3} ?\d{3} ?\d{3}", _AU_TFN, r"\btfn\b|tax file"),
-    Identifier("za_id", r"\d{6} ?\d{4} ?\d{3}", _za_id, r"\bid (?:no|num)|identity n|rsa id|south african id"),
+    # Source: Department of Home Affairs, Identification Act 68 of 1997.
+    Identifier(
+        "za_id", r"\d{6} ?\d{4} ?\d{3}",
+        lambda n: n[10] in "012" and luhn(n) and _is_date(n[:6]), r"\bid (?:no|num)|identity n|rsa id|south african id",
+    ),
     Identifier("passport", r"[A-Z]{0,2}\d{6,9}", _written, r"passp?ort|reisepass|passeport|pasaporte|护照|паспорт"),
     Identifier(
         "driving_licence", r"[A-Z]{0,2}\d{6,14}|\d{4}-\d{2}-\d{4}", _written,
