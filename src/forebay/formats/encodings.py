@@ -124,12 +124,16 @@ def _decode(sample: bytes, name: str) -> str:
 def _is_wide(sample: bytes, name: str) -> bool:
     """Whether it is text in UTF-16 or UTF-32: its characters are known, and some are blanks or ASCII."""
     text = _decode(sample, name)
-    num_letters = sum(c in "\t\n\r" or " " <= c < "\x7f" or c in _known_letters() or _is_ideograph(c) for c in text)
+    num_letters = sum(
+        c in "\t\n\r"
+        or " " <= c < "\x7f"
+        or c in _known_letters()
+        or "\u3040" <= c <= "\u9fff"
+        or "\uac00" <= c <= "\ud7a3"
+        or "\uff01" <= c <= "\uff5e"
+        for c in text
+    )
     return any(c in text for c in " \n{") and 20 * num_letters > 19 * len(text)
-
-
-def _is_ideograph(char: str) -> bool:
-    return "\u3040" <= char <= "\u9fff" or "\uac00" <= char <= "\ud7a3" or "\uff01" <= char <= "\uff5e"
 
 
 @cache

@@ -128,7 +128,13 @@ def prepare_dataset(
     """
     store = open_store(out)
     inputs, filters, dedup = map(_listed, (inputs, filters, dedup))
-    _check_filters(filters)
+    for item in filters:
+        if not isinstance(item, str) and not hasattr(item, "apply"):
+            got = getattr(item, "__name__", type(item).__name__)
+            raise UsageError(
+                f"filters: expected names or stages, got {got}. Decorate a function with @forebay.text_filter(NAME, "
+                f"version=…), and pass what a call of it returns: filters=[{got}()]."
+            )
     output = _find_output("parquet" if annotate and to == "dataset" else to)
     arguments: dict[str, Any] = {
         "name": name,
@@ -186,17 +192,6 @@ def prepare_dataset(
 def _listed(items: Any) -> list[Any]:
     """Return the items of a list; another thing is the only one."""
     return list(items) if isinstance(items, list | tuple | set | dict | Iterator) else [items]
-
-
-def _check_filters(filters: Sequence[Any]) -> None:
-    """Raise UsageError for what is neither a name nor a stage, such as a function."""
-    for item in filters:
-        if not isinstance(item, str) and not hasattr(item, "apply"):
-            name = getattr(item, "__name__", type(item).__name__)
-            raise UsageError(
-                f"filters: expected names or stages, got {name}. Decorate a function with @forebay.text_filter(NAME, "
-                f"version=…), and pass what a call of it returns: filters=[{name}()]."
-            )
 
 
 def _find_output(to: str | Output) -> Output:
@@ -396,7 +391,8 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     steps = segments(stages)
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
-    unread = _unread_inputs(sources, failed)
+    file_sizes = {file.path: file.bytes for file in sources.files}
+    unread = {item.path for item in failed if item.path in sources.named and item.bytes >= file_sizes[item.path]}
     sources = replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
@@ -454,12 +450,6 @@ def _process_splits(
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     weights = [size + (index in firsts.values()) * sum(sizes) for index, size in enumerate(sizes)]
     return run.map(process_split, tasks, run.count_documents("text", sizes, kinds), weights)
-
-
-def _unread_inputs(sources: InputFiles, failed: Sequence[Skipped]) -> set[str]:
-    """Return the named inputs of which nothing could be read."""
-    sizes = {file.path: file.bytes for file in sources.files}
-    return {item.path for item in failed if item.path in sources.named and item.bytes >= sizes[item.path]}
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus, unread: Collection[str]) -> None:

@@ -51,11 +51,6 @@ def open_parent(path: Path | str, out: Store) -> Dataset:
     return parent
 
 
-def is_parents_tokenizer(parent: Dataset, spec: str) -> bool:
-    """Whether a setting means the parent's tokenizer: none is named, or one to train as its run trained it."""
-    return not spec or (spec.startswith("train:") and spec == parent.manifest.tokenizer)
-
-
 def parent_tokenizer(parent: Dataset, recipe: Recipe) -> TokenizerFile:
     """The tokenizer of a dataset, loaded with the recipe's EOS and BOS."""
     policy, description = recipe.tokenize, parent.manifest.tokenizer

@@ -343,21 +343,6 @@ def _tables(report: Report) -> Iterator[Table]:
             counts = [*counts[:MAX_LANGUAGES], others]
         values = [(name, count(read), count(retained), share(retained, read)) for name, read, retained in counts]
         yield Table(title, (title[:-1], "Read", "Kept", "Share"), values)
-    yield from _left_out(report)
-    inputs = list(report.get("inputs", []))
-    if extra := inputs[MAX_INPUTS:]:
-        summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
-        inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", **summed}]
-    read = [
-        (i.get("name", ""), i.get("format", ""), format_bytes(i.get("bytes", 0)), count(i.get("documents", 0)),
-         count(i.get("malformed", 0)))
-        for i in inputs
-    ]  # fmt: skip
-    yield Table("Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), read)
-
-
-def _left_out(report: Report) -> Iterator[Table]:
-    """What could not be read, by reason, and the first of each list."""
     reasons = [(reason, count(n)) for reason, n in report.get("rejected", {}).items()]
     yield Table("Malformed records, by reason", ("Reason", "Records"), reasons, file="rejects.jsonl")
     rejects = [(r.get("where", ""), r.get("reason", "")) for r in report.get("rejects", [])[:MAX_REJECTS]]
@@ -368,6 +353,16 @@ def _left_out(report: Report) -> Iterator[Table]:
     yield Table("Inputs that were not read, by reason", ("Reason", "Files and folders"), skipped, file="skipped.jsonl")
     names = [[item.get(key, "") for key in ("path", "status", "reason")] for item in report.get("skipped_files", [])]
     yield Table("Inputs that were not read", ("Name", "Status", "Reason"), names)
+    inputs = list(report.get("inputs", []))
+    if extra := inputs[MAX_INPUTS:]:
+        summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
+        inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", **summed}]
+    read = [
+        (i.get("name", ""), i.get("format", ""), format_bytes(i.get("bytes", 0)), count(i.get("documents", 0)),
+         count(i.get("malformed", 0)))
+        for i in inputs
+    ]  # fmt: skip
+    yield Table("Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), read)
 
 
 def _percent(part: float, total: float) -> str:

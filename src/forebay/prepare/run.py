@@ -210,17 +210,14 @@ class PrepareRun:
             for failure in (Failure(**entry) for entry in failures if entry["kind"] == "error"):
                 self.progress.add_failure(failure)
             if failures:
-                _add_advice(error, f"`forebay report {self.store.url}` prints the log of the task.")
+                advice = f"`forebay report {self.store.url}` prints the log of the task."
+                if isinstance(error, ForebayError):
+                    error.args = (f"{error} {advice}",)
+                else:
+                    error.add_note(advice)
             raise
         finally:
             self.progress.result_of, self.progress.task_s = "task", 0.0
-
-
-def _add_advice(error: Exception, advice: str) -> None:
-    if isinstance(error, ForebayError):
-        error.args = (f"{error} {advice}",)
-    else:
-        error.add_note(advice)
 
 
 def plan(

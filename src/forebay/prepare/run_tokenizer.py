@@ -10,7 +10,7 @@ from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, UsageError
 from forebay.prepare.engines.base import TICK_S
-from forebay.prepare.extend import check_extension, is_parents_tokenizer, parent_tokenizer
+from forebay.prepare.extend import check_extension, parent_tokenizer
 from forebay.prepare.outputs.base import Output
 from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.recipe import Recipe
@@ -38,7 +38,9 @@ def open_tokenizer(
     """
     if output.name == "report" and not recipe.tokenize.tokenizer:
         recipe = _with_tokenizer(recipe, "bytes")
-    of_parent = parent is not None and is_parents_tokenizer(parent, recipe.tokenize.tokenizer)
+    spec = recipe.tokenize.tokenizer
+    # None is named, or one to train as the parent's run trained it.
+    of_parent = parent is not None and (not spec or (spec.startswith("train:") and spec == parent.manifest.tokenizer))
     if parent is not None and of_parent:
         recipe = _with_tokenizer(recipe, parent.manifest.tokenizer)
     if output.needs_tokenizer and not recipe.tokenize.tokenizer:

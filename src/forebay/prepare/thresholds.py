@@ -209,7 +209,9 @@ def bars(sides: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
         edges = 2.0 ** np.linspace(np.floor(np.log2(max(first, 1.0))), np.ceil(np.log2(last)), _MAX_BARS + 1)
         edges[0] = min(edges[0], first)
     else:
-        step = _round_step((last - first) / (_MAX_BARS - 2))
+        step = (last - first) / (_MAX_BARS - 2)
+        power = 10.0 ** np.floor(np.log10(step)) if step > 0 else 0.1
+        step = float(next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step))
         start = np.floor(first / step) * step
         edges = start + step * np.arange(int((last - start) / step) + 2)
     edges = np.unique(np.round(edges, 10))
@@ -219,8 +221,3 @@ def bars(sides: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
         values = [counts.get(int(index), 0) for index in bins]
         out[side] = np.bincount(bar, values, len(edges) - 1).astype(np.int64).tolist()
     return out
-
-
-def _round_step(step: float) -> float:
-    power = 10.0 ** np.floor(np.log10(step)) if step > 0 else 0.1
-    return float(next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step))

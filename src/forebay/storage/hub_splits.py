@@ -112,22 +112,17 @@ def find_split(url: str, *, tries: int = API_TRIES, repo: HubRepo | None = None)
             "dataset's page."
         )
     if not format_of(first.path):
-        _check_no_script(repo)
+        script = f"{repo.name.rpartition('/')[2]}.py"
+        if any(file.path == script for file in repo.files(recursive=False)):
+            raise PrepareError(
+                f"{repo.label}: expected data files, got a loading script ({script}), which is not run here, nor by "
+                "the package datasets since version 4. Take the copy that the hub made of it, if it has one: "
+                f"{repo.name}@refs%2Fconvert%2Fparquet; or another repository of the same data."
+            )
         return None
     if repo.gated:  # An error now, not at the first batch.
         list(fetch_range(repo.file_url(first.path), 0, min(1, first.size)))
     return files
-
-
-def _check_no_script(repo: HubRepo) -> None:
-    """PrepareError if a Python program of the repository makes its data."""
-    script = f"{repo.name.rpartition('/')[2]}.py"
-    if any(file.path == script for file in repo.files(recursive=False)):
-        raise PrepareError(
-            f"{repo.label}: expected data files, got a loading script ({script}), which is not run here, nor by the "
-            "package datasets since version 4. Take the copy that the hub made of it, if it has one: "
-            f"{repo.name}@refs%2Fconvert%2Fparquet; or another repository of the same data."
-        )
 
 
 def format_of(path: str) -> str:

@@ -141,11 +141,8 @@ def build(phrases: Sequence[str]) -> Automaton:
 @functools.cache
 def word_table() -> BOOL:
     """bool [WORD_TABLE]: whether a character is part of a word."""
-
-    def is_word(char: str) -> bool:
-        return char.isalnum() or char == "_" or unicodedata.category(char) in ("Mn", "Mc")
-
-    return np.array([is_word(chr(code)) for code in range(WORD_TABLE)])
+    characters = map(chr, range(WORD_TABLE))
+    return np.array([c.isalnum() or c == "_" or unicodedata.category(c) in ("Mn", "Mc") for c in characters])
 
 
 @jit()

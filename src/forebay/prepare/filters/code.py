@@ -84,7 +84,9 @@ class Code(LanguageStage):
         generated, encoded = np.zeros(batch.num_rows, bool), np.zeros(batch.num_rows, bool)
         for row in range(batch.num_rows):
             text = data[offsets[row] : offsets[row + 1]].tobytes()
-            generated[row] = self.generated and _expressions()[0].search(_head(text)) is not None
+            generated[row] = (
+                self.generated and _expressions()[0].search(b"\n".join(text[:4096].split(b"\n", 5)[:5])) is not None
+            )
             lengths = [len(match.group()) for match in _expressions()[1].finditer(text)]
             share = sum(lengths) > self.max_encoded * len(text)
             encoded[row] = share or max(lengths, default=0) > self.max_encoded_chars
@@ -103,15 +105,6 @@ class Code(LanguageStage):
 def _extension(name: str) -> str:
     stem, dot, extension = name.rpartition("/")[2].rpartition(".")
     return extension.lower() if dot and stem and extension.isalnum() and len(extension) <= 10 else ""
-
-
-def _head(text: bytes) -> bytes:
-    end = -1
-    for _ in range(5):
-        end = text.find(b"\n", end + 1)
-        if end < 0:
-            break
-    return text[: end if end >= 0 else len(text)][:4096]
 
 
 @lru_cache(1)

@@ -174,11 +174,11 @@ def shuffled(run: PrepareRun, parts: list[EncodedPart]) -> list[EncodedPart]:
     """The parts in the order of a dataset: shuffled, unless the recipe says otherwise."""
     if not run.recipe.slice.shuffle:
         return parts
-
-    def map_level(do: Any, tasks: Sequence[Any]) -> list[Any]:
-        return run.map(do, tasks, run.count_tasks("shuffle", len(tasks), " buckets"))
-
-    return shuffle_parts(parts, run.work, map_level)
+    return shuffle_parts(
+        parts,
+        run.work,
+        lambda do, tasks: run.map(do, tasks, run.count_tasks("shuffle", len(tasks), " buckets")),
+    )
 
 
 def _slice(
