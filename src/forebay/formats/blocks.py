@@ -68,25 +68,18 @@ def _kinds(source: TableSource, what: str) -> dict[str, ColumnKind]:
     tables.refuse_columns(source.schema, tables.is_beyond_json, what, advice)
     if not source.schema.names:
         raise UsageError(f"{what}: expected a table with columns, got none.")
-    gaps = _columns_with_gaps(source)
+    unknown = {field.name for field in source.schema if field.nullable}
+    gaps: set[str] = set()
+    for batch in source.batches() if unknown else ():
+        for name in unknown - gaps:
+            column = batch.column(name)
+            if column.null_count or (tables.is_list(column.type) and tables.flatten(column)[1].null_count):
+                gaps.add(name)
     kinds = {field.name: _kind(field.type, field.name in gaps) for field in source.schema}
     for name, kind in kinds.items():
         if kind.name == "json" and tables.contains(source.schema.field(name).type, tables.is_bytes):
             raise UsageError(f"{what}: expected bytes in every row of {name!r}, got gaps or nested bytes. {advice}")
     return kinds
-
-
-def _columns_with_gaps(source: TableSource) -> set[str]:
-    unknown = {field.name for field in source.schema if field.nullable}
-    gaps: set[str] = set()
-    if unknown:
-        for batch in source.batches():
-            gaps |= {name for name in unknown - gaps if _has_gaps(batch.column(name))}
-    return gaps
-
-
-def _has_gaps(column: pa.Array) -> bool:
-    return bool(column.null_count or (tables.is_list(column.type) and tables.flatten(column)[1].null_count))
 
 
 def _kind(kind: Any, has_gaps: bool) -> ColumnKind:

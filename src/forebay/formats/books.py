@@ -136,9 +136,11 @@ def _epub_text(data: bytes, limit: int) -> tuple[str, Mapping[str, str]]:
         package_name = root.attrib["full-path"]
         package = ElementTree.fromstring(_member(archive, package_name, _MAX_METADATA_BYTES))
         chapters = _chapters(package, posixpath.dirname(package_name))
-        encrypted = _encrypted(archive)
-        if any(name in encrypted for name in chapters):
-            raise _RefusedError("expected an EPUB that is not encrypted, got one whose chapters are (DRM)")
+        if _ENCRYPTION in archive.namelist():
+            tree = ElementTree.fromstring(_member(archive, _ENCRYPTION, _MAX_METADATA_BYTES))
+            encrypted = (unquote(element.get("URI", "")) for element in tree.iterfind(".//{*}CipherReference"))
+            if not set(chapters).isdisjoint(encrypted):
+                raise _RefusedError("expected an EPUB that is not encrypted, got one whose chapters are (DRM)")
         texts: list[str] = []
         size = 0
         for name in chapters:
@@ -161,13 +163,6 @@ def _chapters(package: ElementTree.Element, folder: str) -> list[str]:
         if is_page and reference.get("linear") != "no":
             names.append(posixpath.normpath(posixpath.join(folder, unquote(item["href"]))))
     return list(dict.fromkeys(names))
-
-
-def _encrypted(archive: zipfile.ZipFile) -> set[str]:
-    if _ENCRYPTION not in archive.namelist():
-        return set()
-    tree = ElementTree.fromstring(_member(archive, _ENCRYPTION, _MAX_METADATA_BYTES))
-    return {unquote(element.get("URI", "")) for element in tree.iterfind(".//{*}CipherReference")}
 
 
 def _member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:

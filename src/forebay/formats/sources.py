@@ -199,7 +199,16 @@ def tokens_of_table(table: TableSource, options: ConvertOptions) -> TokenSource:
     total: int | None = None
     rows: int | None = None
     if any(isinstance(path, RemotePath) for path in table.files):
-        dtype = _stated_dtype(table.schema.field(name), options)
+        field = table.schema.field(name)
+        if leaf_type(field.type) in (pa.uint8(), pa.uint16()):
+            dtype = "U16"
+        elif options.dtype is None:
+            raise UsageError(
+                f"column {field.name}: expected --dtype uint16 (all tokens are below 65536) or uint32, got none and "
+                f"{field.type}: only reading all files at the URL would tell the largest token. Give one."
+            )
+        else:
+            dtype = "U32"
     else:
         total, rows, largest = 0, 0, 0
         for _, values, document_ends in _lists(table, name):
@@ -219,17 +228,6 @@ def tokens_of_table(table: TableSource, options: ConvertOptions) -> TokenSource:
         table.format, dtype, total, rows, lambda: (part for _, part in read()), metadata,
         parts_from=read if table.batches_from is not None else None, files=table.files,
     )  # fmt: skip
-
-
-def _stated_dtype(field: pa.Field, options: ConvertOptions) -> str:
-    if leaf_type(field.type) in (pa.uint8(), pa.uint16()):
-        return "U16"
-    if options.dtype is None:
-        raise UsageError(
-            f"column {field.name}: expected --dtype uint16 (all tokens are below 65536) or uint32, got none and "
-            f"{field.type}: only reading all files at the URL would tell the largest token. Give one."
-        )
-    return "U32"
 
 
 def table_of_tokens(source: TokenSource, column: str) -> TableSource:

@@ -93,7 +93,12 @@ class TFRecord(Format):
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """`compress`: gzip, zstd or nothing, or as the suffix of `out` says; TensorFlow reads gzip."""
         source = unwrap_images(source)
-        tables.refuse_columns(source.schema, _is_refused, "TFRecord", "Write --to parquet, or leave the column out.")
+        tables.refuse_columns(
+            source.schema,
+            lambda kind: not tables.is_number(leaf := tables.leaf_type(kind)) and not _is_blob(leaf),
+            "TFRecord",
+            "Write --to parquet, or leave the column out.",
+        )
         part = partial(tables.Encoded, encode=partial(_encoded, checksum=crc32c()))
         return tables.write_parts(source, out, options, ".tfrecord", part, packs=True)
 
@@ -351,11 +356,6 @@ def _encoded(batch: pa.RecordBatch, first_row: int, checksum: Callable[[bytes], 
         for part in (length, data):
             out += [part, masked(checksum(part)).to_bytes(4, "little")]
     return b"".join(out)
-
-
-def _is_refused(kind: Any) -> bool:
-    leaf = tables.leaf_type(kind)
-    return not tables.is_number(leaf) and not _is_blob(leaf)
 
 
 def _is_blob(kind: Any) -> bool:

@@ -44,7 +44,7 @@ from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.percentile import SegmentTask, process_segment, thresholds_of
 from forebay.prepare.tasks.stages import stage_names
-from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task_key, write_hits, write_rejects
+from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task_key, write_records
 from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
 from forebay.storage.store import Store, open_store
@@ -135,7 +135,10 @@ def prepare_dataset(
                 f"filters: expected names or stages, got {got}. Decorate a function with @forebay.text_filter(NAME, "
                 f"version=…), and pass what a call of it returns: filters=[{got}()]."
             )
-    output = _find_output("parquet" if annotate and to == "dataset" else to)
+    to = "parquet" if annotate and to == "dataset" else to
+    output = next((output for output in OUTPUTS if output.name == to), to)
+    if isinstance(output, str):
+        raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
     arguments: dict[str, Any] = {
         "name": name,
         "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
@@ -192,14 +195,6 @@ def prepare_dataset(
 def _listed(items: Any) -> list[Any]:
     """Return the items of a list; another thing is the only one."""
     return list(items) if isinstance(items, list | tuple | set | dict | Iterator) else [items]
-
-
-def _find_output(to: str | Output) -> Output:
-    """Return the output of that name, or the object itself."""
-    output = next((output for output in OUTPUTS if output.name == to), to)
-    if isinstance(output, str):
-        raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
-    return output
 
 
 def _open_inputs(
@@ -415,7 +410,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) ->
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
     texts = [replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)]
     texts = _process_segments(run, sampling, texts, stats, steps)
-    write_hits(run.store, HITS_FILE, splits, texts, run.work)
+    write_records(run.store, HITS_FILE, splits, texts, run.work, "hits")
     corpus = replace(corpus, texts=texts)
     if len(steps) > 1:
         _check_malformed(run, corpus, unread)
@@ -454,7 +449,7 @@ def _process_splits(
 
 def _check_malformed(run: PrepareRun, corpus: Corpus, unread: Collection[str]) -> None:
     """Raise PrepareError if too many documents are malformed, too much of the inputs failed, or nothing is left."""
-    first = write_rejects(run.store, REJECTS_FILE, corpus.splits, corpus.texts, corpus.store)
+    first = write_records(run.store, REJECTS_FILE, corpus.splits, corpus.texts, corpus.store, "rejects")
     try:
         _refuse_failed(run, corpus.inputs, corpus.failed, unread)
     except PrepareError:

@@ -78,7 +78,17 @@ class BucketOrigin(ObjectOrigin):
                 f"open an origin: expected no secret in the URL, got {', '.join(secret)}. Set it in the environment."
             )
         if address.scheme == "r2":
-            self._options = self._r2_options()
+            endpoint = os.environ.get("R2_DATASET_ENDPOINT")
+            if not endpoint:
+                account = require_env("R2_DATASET_ACCOUNT_ID", "r2")
+                endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
+            self._options = {
+                "endpoint": endpoint,
+                "region": "auto",
+                **self._options,
+                "access_key_id": require_env(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
+                "secret_access_key": require_env(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
+            }
         prefix = address.key.rstrip("/")
         self.url = address._replace(key=prefix).location
         self._address = f"{'s3' if address.scheme == 'r2' else address.scheme}://{address.bucket}"
@@ -271,19 +281,6 @@ class BucketOrigin(ObjectOrigin):
             raise UsageError(
                 f"{self.url}: cannot be opened: {_reason(error)}. Check the URL and its options."
             ) from error
-
-    def _r2_options(self) -> dict[str, str]:
-        endpoint = os.environ.get("R2_DATASET_ENDPOINT")
-        if not endpoint:
-            account = require_env("R2_DATASET_ACCOUNT_ID", "r2")
-            endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
-        return {
-            "endpoint": endpoint,
-            "region": "auto",
-            **self._options,
-            "access_key_id": require_env(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
-            "secret_access_key": require_env(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
-        }
 
     @contextlib.contextmanager
     def _convert_errors(self, name: str) -> Iterator[tuple[Any, Any]]:

@@ -218,7 +218,17 @@ def unpack_members(packed: CountedReader, compression: str, max_window_bytes: in
             try:
                 data = decoder.decompress(rest)
             except zstandard.ZstdError:
-                _check_head(head, max_window_bytes, dictionary is not None)
+                with suppress(zstandard.ZstdError):  # A damaged head.
+                    frame = zstandard.get_frame_parameters(head)
+                    if frame.dict_id and dictionary is None:
+                        raise ValueError(
+                            f"it needs the dictionary {frame.dict_id}, which is not in it. Unpack it first"
+                        ) from None
+                    if (window := frame.window_size) > max_window_bytes:
+                        raise ValueError(
+                            f"its window is {window} bytes, more than max_window_bytes = {max_window_bytes}. To read "
+                            f"it, set read.max_window_bytes to {window}"
+                        ) from None
                 raise
             rest = b""
             if data:
@@ -264,18 +274,6 @@ def _decoder(compression: str, max_window_bytes: int, dictionary: zstandard.Zstd
         case "xz":
             return lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
     return zstandard.ZstdDecompressor(dict_data=dictionary, max_window_size=max_window_bytes).decompressobj()
-
-
-def _check_head(head: bytes, max_window_bytes: int, has_dictionary: bool) -> None:
-    with suppress(zstandard.ZstdError):  # A damaged head.
-        frame = zstandard.get_frame_parameters(head)
-        if frame.dict_id and not has_dictionary:
-            raise ValueError(f"it needs the dictionary {frame.dict_id}, which is not in it. Unpack it first") from None
-        if (window := frame.window_size) > max_window_bytes:
-            raise ValueError(
-                f"its window is {window} bytes, more than max_window_bytes = {max_window_bytes}. To read it, set "
-                f"read.max_window_bytes to {window}"
-            ) from None
 
 
 def check_unpacked(location: object, packed_bytes: int, claimed_bytes: int) -> None:

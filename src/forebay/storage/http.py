@@ -11,7 +11,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Literal
@@ -152,7 +152,11 @@ class WebOrigin(ObjectOrigin):
             finally:
                 self._close(connection, answer)
             if answer.status in (301, 302, 303, 307, 308) and location:
-                target = _join_url(target, location, refusal)
+                try:
+                    target = urljoin(target, location)
+                    _ = urlsplit(target).port
+                except ValueError as cause:
+                    raise refusal() from cause
                 if self._same_host and _host(target) != _host(address):
                     raise refusal()
             elif is_stored or (target != address and answer.status == 403 and not was_refused):
@@ -277,15 +281,6 @@ class WebOrigin(ObjectOrigin):
 
 def _version(answer: StreamedResponse) -> str:
     return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-
-
-def _join_url(target: str, location: str, refusal: Callable[[], Exception]) -> str:
-    try:
-        joined = urljoin(target, location)
-        _ = urlsplit(joined).port
-    except ValueError as cause:
-        raise refusal() from cause
-    return joined
 
 
 def _host(address: str) -> tuple[str, str]:

@@ -157,55 +157,35 @@ def with_stats(
     return replace(result, counts=TaskCounts.of(stats, first))
 
 
-def _located(
-    splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store, ending: str
-) -> Iterator[tuple[InputSplit, TextResult, list[dict[str, Any]]]]:
-    """For each split the lines of its object with that ending, if it has one, with `where` as a position."""
-    for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
-        lines, counts = list[dict[str, Any]](), {"rejects": text.malformed, "hits": text.hits}
-        for line in work.read(f"{text.prefix}.{ending}").splitlines() if counts[ending] else ():
-            entry = json.loads(line)
-            lines.append(
-                {"where": describe_position(split, entry.pop("place"), entry.pop("where"), first_row), **entry}
-            )
-        yield split, text, lines
+def write_records(
+    store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store, ending: str
+) -> list[dict[str, Any]]:
+    """Write the `rejects` or `hits` of all splits, a JSON line each with `where` as a position; returns three.
 
-
-def write_rejects(
-    store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store
-) -> list[Reject]:
-    """Write all malformed records, a JSON line each with `where`, `reason` and the first of the text; returns three.
-
-    No object is left if there are none.
+    Rejects are malformed records, with `reason` and the first of the text; hits are what stages found in documents. No
+    object is left if there is nothing.
     """
-    first: list[Reject] = []
+    first: list[dict[str, Any]] = []
+    counts = [text.malformed if ending == "rejects" else text.hits for text in texts]
 
     def lines() -> Iterator[bytes]:
-        for split, text, rejects in _located(splits, texts, work, "rejects"):
-            first.extend(rejects[: 3 - len(first)])
-            yield from map(json_line, rejects)
-            if text.malformed > MAX_REJECTS:
-                more = f"{text.malformed - MAX_REJECTS} more"
+        for split, text, count, first_row in zip(splits, texts, counts, first_rows(splits, (t.places for t in texts))):
+            for line in work.read(f"{text.prefix}.{ending}").splitlines() if count else ():
+                entry = json.loads(line)
+                where = describe_position(split, entry.pop("place"), entry.pop("where"), first_row)
+                entry = {"where": where, **entry}
+                if len(first) < 3:
+                    first.append(entry)
+                yield json_line(entry)
+            if ending == "rejects" and count > MAX_REJECTS:
+                more = f"{count - MAX_REJECTS} more"
                 yield json_line({"where": split.files[0].path, "reason": more, "text": ""})
 
-    if any(text.malformed for text in texts):
+    if any(counts):
         store.write(name, lines())
     else:
         store.remove([name])
     return first
-
-
-def write_hits(store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store) -> None:
-    """Write what stages found in documents, a JSON line each with `where`; no object is left if there is nothing."""
-
-    def lines() -> Iterator[bytes]:
-        for _, _, hits in _located(splits, texts, work, "hits"):
-            yield from map(json_line, hits)
-
-    if any(text.hits for text in texts):
-        store.write(name, lines())
-    else:
-        store.remove([name])
 
 
 def process_split(task: TextTask, scale: int) -> TextResult:
