@@ -172,8 +172,8 @@ def write_records(
         for split, text, count, first_row in zip(splits, texts, counts, first_rows(splits, (t.places for t in texts))):
             for line in work.read(f"{text.prefix}.{ending}").splitlines() if count else ():
                 entry = json.loads(line)
-                where = describe_position(split, entry.pop("place"), entry.pop("where"), first_row)
-                entry = {"where": where, **entry}
+                location = describe_position(split, entry.pop("place"), entry.pop("where"), first_row)
+                entry = {"where": location, **entry}
                 if len(first) < 3:
                     first.append(entry)
                 yield json_line(entry)
