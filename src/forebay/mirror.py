@@ -28,7 +28,8 @@ from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FI
 from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
 from forebay.fetch.downloads import Workers
-from forebay.fetch.engine import RunFetcher, Sources
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.runs import Sources
 from forebay.fetch.transfers import FileTransfer, map_path_of
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair

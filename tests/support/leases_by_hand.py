@@ -11,7 +11,8 @@ import numpy as np
 
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset
-from forebay.fetch.feed import CacheSettings, ChunkFeed
+from forebay.fetch.cache import CacheSettings
+from forebay.fetch.feed import ChunkFeed
 from forebay.lease.fetching import GrantedProviders, LeaseFetches
 from forebay.lease.messages import ExchangeReply
 from forebay.lease.state import ActiveLease, LeaseState

@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,34 @@ log = logging.getLogger("forebay.cache")
 _MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most four requests' bytes and a 64th of the budget.
 _MAX_USED = 1 << 16
 _COUNT_INTERVAL_S = 5.0
+
+
+_AHEAD_BYTES = (1 << 30) // 3
+NEIGHBOURS_AHEAD = 2
+"""Times what is planned ahead: how far ahead the neighbours lie that come with the same requests."""
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """The settings of a cache, with defaults filled in, and how far ahead of its reader they allow to plan."""
+
+    directory: str | Path
+    """Or `ram`, as of `ChunkCache`."""
+    budget_bytes: int
+    connections: int
+    readahead_bytes: int | None
+    share: bool | str
+    keep: str = "budget"
+
+    def ahead_bytes(self, sharers: int) -> int:
+        """How many bytes of samples one of `sharers` plans ahead."""
+        if self.readahead_bytes is not None:
+            return self.readahead_bytes // 3
+        return min(_AHEAD_BYTES, self.budget_bytes // 8) // sharers
+
+    def neighbour_bytes(self, sharers: int) -> int:
+        """How far ahead one of `sharers` fetches what lies beside that, with the same requests."""
+        return NEIGHBOURS_AHEAD * self.ahead_bytes(sharers)
 
 
 class NoSpaceError(UsageError):

@@ -14,85 +14,37 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forebay.arrays import I64
 from forebay.dataset.chunks import consecutive_runs
-from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.fetch.cache import ChunkCache, NoSpaceError
+from forebay.fetch.cache import NEIGHBOURS_AHEAD, CacheSettings, ChunkCache, NoSpaceError
 from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, MapLayout
-from forebay.fetch.needs import ChunkGroup, ChunkTable, PlanNeeds
+from forebay.fetch.needs import ChunkGroup, ChunkTable, PlanNeeds, Refetches
 from forebay.fetch.pins import ChunkPins
-from forebay.fetch.refetches import Refetches
+from forebay.fetch.runs import ChunkRun, Providers
 from forebay.order.footprint import MAX_REQUEST_BYTES, REQUESTS_OF_CACHE
 from forebay.order.run import NEVER, Run
 from forebay.storage.locks import at_fork
 from forebay.storage.retry import log_while_waiting
 
 if TYPE_CHECKING:
-    from forebay.fetch.engine import ChunkRun, RunFetcher, Sources
+    from forebay.fetch.engine import RunFetcher
 
 
-_EXTENDED = 2  # times what is planned ahead are neighbours that come with the same requests
 _QUEUED = 4  # fetches that wait for a connection
 _RETRY_S = 5.0  # before a failed chunk is fetched again that no step waits for
 _POLL_S = 0.02  # for chunks that another process fetches
 _ALL_STEPS = 1 << 62
 _STUCK_S = 10.0
 _CLOSE_S = 2.0
-_AHEAD_BYTES = (1 << 30) // 3
 _COUNTS = ("requests", "fetched_bytes", "fetched_chunks", "failed", "late")
 _log = logging.getLogger("forebay")
-
-
-@dataclass(frozen=True)
-class CacheSettings:
-    """The Loader's arguments for the cache, with defaults filled in."""
-
-    directory: str | Path  # Or `ram`.
-    budget_bytes: int
-    connections: int
-    readahead_bytes: int | None
-    share: bool | str
-    keep: str = "budget"
-
-    def ahead_bytes(self, sharers: int) -> int:
-        """How many bytes of samples one of `sharers` plans ahead."""
-        if self.readahead_bytes is not None:
-            return self.readahead_bytes // 3
-        return min(_AHEAD_BYTES, self.budget_bytes // 8) // sharers
-
-    def neighbour_bytes(self, sharers: int) -> int:
-        """How far ahead one of `sharers` fetches what lies beside that, with the same requests."""
-        return _EXTENDED * self.ahead_bytes(sharers)
-
-
-class Providers:
-    """Who sends the slices of a run, by key; in the process that made it."""
-
-    passes_on = False
-    """Whether a slice is fetched as a whole, since others get it from here."""
-
-    def origin(self, key: int) -> Sources:
-        """Return who sends a slice."""
-        raise NotImplementedError
-
-    def release(self, key: int, is_complete: bool) -> None:
-        """Nothing more of a slice is fetched now; `is_complete`: all of it is here."""
-        return
-
-    def stats(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        """No slice is asked for any more. May be repeated."""
 
 
 class ChunkFeed:
@@ -114,15 +66,13 @@ class ChunkFeed:
         self._verify, self._make_providers, self._patience = verify, open_providers, patience
         self._datasets, self._cached, self._settings, self._run = datasets, cached, cache, run
         self.cached = any(cached)
-        counts = [len(dataset.table) for dataset in datasets]
-        self.first_key = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # [D + 1], of each slice 0.
         self.chunks = ChunkTable(datasets)
-        self._pins = ChunkPins(self.chunks, self.first_key, run, ranks, world_size)
+        self._pins = ChunkPins(self.chunks, run, ranks, world_size)
         self.after_fork()
         self._counts: dict[str, int] = dict.fromkeys(_COUNTS, 0)
         self._past: dict[str, int] = {}  # Counts of sources and caches that were closed.
         self._waited_s = 0.0
-        self._refetches = Refetches(self.chunks, self.first_key, run)
+        self._refetches = Refetches(self.chunks, run)
         self._max_running = 0 if cache is None else cache.connections + _QUEUED
         if cache is not None:
             self._check_budget(cache)
@@ -143,30 +93,23 @@ class ChunkFeed:
         self._pins.forget()
 
     def _check_budget(self, settings: CacheSettings) -> None:
-        cached = np.repeat(self._cached, np.diff(self.first_key))
+        cached = np.repeat(self._cached, np.diff(self.chunks.first_key))
         largest = int(self.chunks.chunk_bytes[cached].max(initial=0))
         key = int((self.chunks.chunk_bytes * cached).argmax())
-        needed = largest + MapLayout(int(self.chunks.num_bytes[key]), self._row(key).chunk_bytes).disk_bytes
+        needed = largest + MapLayout(int(self.chunks.num_bytes[key]), self.chunks.row(key).chunk_bytes).disk_bytes
         if needed > settings.budget_bytes:
             raise UsageError(
-                f"cache_bytes: expected at least {needed:,} for a chunk of {self._row(key).name}, got "
+                f"cache_bytes: expected at least {needed:,} for a chunk of {self.chunks.row(key).name}, got "
                 f"{settings.budget_bytes:,}. Make the cache larger, or prepare smaller slices (--slice-bytes)."
             )
 
     def find(self, key: int) -> tuple[Dataset, int]:
         """(dataset, index of the slice in it)."""
-        i = self._dataset_index(key)
-        return self._datasets[i], key - int(self.first_key[i])
-
-    def _dataset_index(self, key: int) -> int:
-        return int(np.searchsorted(self.first_key, key, side="right")) - 1
-
-    def _row(self, key: int) -> SliceInfo:
-        dataset, index = self.find(key)
-        return dataset.table.row(index)
+        i, index = self.chunks.find(key)
+        return self._datasets[i], index
 
     def is_cached(self, key: int) -> bool:
-        return self.cached and self._cached[self._dataset_index(key)]
+        return self.cached and self._cached[self.chunks.find(key)[0]]
 
     @property
     def ahead_bytes(self) -> int:
@@ -403,7 +346,7 @@ class ChunkFeed:
         cache, opened, reason = self._open_cache(self._settings), 0, ""
         for last_try in (False, True):
             rest = groups[opened:]
-            entries, reason = cache.open_pinned([(self._row(group.key), group.chunks) for group in rest])
+            entries, reason = cache.open_pinned([(self.chunks.row(group.key), group.chunks) for group in rest])
             for group, entry in zip(rest, entries):
                 group.entry = entry
             opened += len(entries)
@@ -432,7 +375,7 @@ class ChunkFeed:
                 if failed is not None:
                     self._errors.clear()
                     kind = type(failed[0]) if isinstance(failed[0], ForebayError) else UsageError
-                    row = self._row(group.key)
+                    row = self.chunks.row(group.key)
                     error = kind(f"slice {row.name} ({row.sha256[:12]}…) was not fetched: {failed[0]}")
                     error.__cause__ = failed[0]
                     return error
@@ -481,7 +424,7 @@ class ChunkFeed:
         if self._open_fetcher()[1].passes_on:
             return self._pins.extend(plan, group, chunk, entry.layout.num_chunks, NEVER)
         max_bytes = min(MAX_REQUEST_BYTES, self._settings.budget_bytes // REQUESTS_OF_CACHE, plan.run_bytes)
-        ahead_steps = _EXTENDED * self.ahead_bytes * (plan.next_step - plan.first_step) // max(1, plan.num_bytes)
+        ahead_steps = NEIGHBOURS_AHEAD * self.ahead_bytes * (plan.next_step - plan.first_step) // max(1, plan.num_bytes)
         return self._pins.extend(
             plan, group, chunk, max(1, max_bytes // entry.chunk_bytes), plan.next_step + ahead_steps
         )
@@ -495,8 +438,6 @@ class ChunkFeed:
         if (entry.marks[chunks] == UNVERIFIED).any():
             entry.verify(chunks)
         dataset, index = self.find(group.key)
-        from forebay.fetch.engine import ChunkRun
-
         fetcher, providers = self._open_fetcher()
         claimed, self._no_room = cache.claim(entry, chunks)
         if self._no_room:
@@ -553,7 +494,7 @@ class ChunkFeed:
     def _describe_wait(self, plan: PlanNeeds, step: int) -> str:
         with self._changed:
             missing, fault = self._missing(plan, step), self._fetcher.fault if self._fetcher is not None else ""
-            first = self._row(missing[0][0].key).name if missing else "none"
+            first = self.chunks.row(missing[0][0].key).name if missing else "none"
             return (
                 f"{sum(len(chunks) for _, chunks in missing)} chunks of {len(missing)} slices, the first of {first}; "
                 f"{len(self._running)} fetches are running. {self._no_room or fault}"

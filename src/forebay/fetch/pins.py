@@ -21,11 +21,11 @@ class ChunkPins:
     """The pins of chunks whose plans were released. `ranks` [first, stop) are those of this node."""
 
     def __init__(
-        self, table: ChunkTable, first_key: I64, run: Run, ranks: tuple[int, int], world_size: int
+        self, table: ChunkTable, run: Run, ranks: tuple[int, int], world_size: int
     ) -> None:  # fmt: skip
         self.cache: ChunkCache | None = None
         self.drops_read = False  # What was unpinned goes at once.
-        self._table, self._first_key, self._run = table, first_key, run
+        self._table, self._run = table, run
         self._ranks, self._world_size = ranks, world_size
         self._counts = np.concatenate([order.samples_per_slice for order in run.orders])
         self._lingering: list[tuple[int, int, int, ChunkGroup]] = []  # A heap: until which step, number, plan, chunks.
@@ -66,11 +66,11 @@ class ChunkPins:
 
     def _of_chunks(self, read: Callable[[int, int, I64, I64], I64], step: int, keys: I64, chunks: I64) -> I64:
         """`read` (step, dataset, slices, samples) of the sample at the beginning of each chunk."""
-        sources = np.searchsorted(self._first_key, keys, side="right") - 1
+        sources = self._table.dataset_indexes(keys)
         samples, result = self._samples_at(keys, chunks), np.empty(len(keys), np.int64)
         for source in np.unique(sources).tolist():
             chosen = np.flatnonzero(sources == source)
-            result[chosen] = read(step, source, keys[chosen] - self._first_key[source], samples[chosen])
+            result[chosen] = read(step, source, keys[chosen] - self._table.first_key[source], samples[chosen])
         return result
 
     def unpin(self, step: int) -> None:

@@ -21,7 +21,8 @@ from forebay.arrays import I64
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, UsageError
 from forebay.fetch.chunk_file import ABSENT, PRESENT, UNVERIFIED, ChunkFile, create, read_info
-from forebay.fetch.engine import ChunkRun, FetchState, RunFetcher, Sources, TransferCancelledError, disk_error
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.runs import ChunkRun, FetchState, Sources, TransferCancelledError, disk_error
 from forebay.files import sync_file
 from forebay.storage.base import log
 from forebay.storage.retry import FIRST_S, log_while_waiting

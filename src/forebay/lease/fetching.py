@@ -17,8 +17,9 @@ import numpy as np
 from forebay.dataset.reader import Dataset
 from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.cache import ChunkCache, NoSpaceError
-from forebay.fetch.feed import ChunkFeed, Providers
+from forebay.fetch.feed import ChunkFeed
 from forebay.fetch.needs import PlanNeeds
+from forebay.fetch.runs import Providers
 from forebay.lease.job import LeaseJob
 from forebay.lease.messages import Lease, prove
 from forebay.lease.state import ActiveLease, LeaseState

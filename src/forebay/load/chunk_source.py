@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from forebay.arrays import BOOL, I64
+from forebay.arrays import BOOL
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, UsageError
-from forebay.fetch.cache import ChunkCache
+from forebay.fetch.cache import CacheSettings, ChunkCache
 from forebay.fetch.chunk_file import MapLayout, round_up
-from forebay.fetch.feed import CacheSettings, Providers
+from forebay.fetch.needs import ChunkTable
+from forebay.fetch.runs import Providers, Sources
 from forebay.machine import memory_bytes, user_cache
+from forebay.storage.base import origin_of
 
 if TYPE_CHECKING:
-    from forebay.fetch.engine import Sources
     from forebay.load.options import LoaderConfig
     from forebay.swarm.reader import SwarmMember
     from forebay.swarm.share import SliceShare
@@ -92,19 +93,18 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
 
 
 class Origins(Providers):
-    """The origins of the datasets of a run, as providers of a feed. `first_key` [D + 1]: of each dataset's slice 0."""
+    """The origins of the datasets of a run, as providers of a feed."""
 
-    def __init__(self, datasets: Sequence[Dataset], first_key: I64) -> None:
-        self._datasets, self._first_key = datasets, first_key
-        self._origins: dict[int, Sources] = {}  # By number of the dataset.
+    def __init__(self, table: ChunkTable) -> None:
+        self._table = table
+        self._origins: dict[int, Sources] = {}
+        """By index of the dataset."""
 
     def origin(self, key: int) -> Sources:
-        from forebay.storage.base import origin_of
-
-        number = int(np.searchsorted(self._first_key, key, "right")) - 1
-        if number not in self._origins:
-            self._origins[number] = origin_of(self._datasets[number])
-        return self._origins[number]
+        i, _ = self._table.find(key)
+        if i not in self._origins:
+            self._origins[i] = origin_of(self._table.datasets[i])
+        return self._origins[i]
 
 
 class Swarms(Origins):
@@ -119,15 +119,14 @@ class Swarms(Origins):
     passes_on = True
 
     def __init__(
-        self, datasets: Sequence[Dataset], first_key: I64, cache: ChunkCache, share: bool | str,
-        on_change: Callable[[], object],
+        self, table: ChunkTable, cache: ChunkCache, share: bool | str, on_change: Callable[[], object]
     ) -> None:  # fmt: skip
-        super().__init__(datasets, first_key)
+        super().__init__(table)
         self._pid, self._cache, self._share, self._on_change = os.getpid(), cache, share, on_change
         self._shares: dict[str, SliceShare | None] = {}  # By node.
         self._members: dict[str, SwarmMember] = {}  # By dataset id.
         try:
-            for dataset in datasets:
+            for dataset in table.datasets:
                 if dataset.id not in self._members:
                     self._members[dataset.id] = self._join(dataset)
         except BaseException:
@@ -135,8 +134,8 @@ class Swarms(Origins):
             raise
 
     def _member(self, key: int) -> tuple[SwarmMember, int]:
-        number = int(np.searchsorted(self._first_key, key, "right")) - 1
-        return self._members[self._datasets[number].id], key - int(self._first_key[number])
+        i, index = self._table.find(key)
+        return self._members[self._table.datasets[i].id], index
 
     def origin(self, key: int) -> Sources:
         member, index = self._member(key)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import I64
-from forebay.fetch.feed import CacheSettings
+from forebay.fetch.cache import CacheSettings
 from forebay.lease.fetching import GrantedProviders
 from forebay.lease.job import LeaseJob
 from forebay.lease.session import LeaseSession, SessionSettings
@@ -63,7 +63,7 @@ class LeaseSlices(SliceReader):
         with self._opening:
             if not self._sessions:
                 with contextlib.ExitStack() as stack:
-                    for job, first in zip(self.jobs, self.first_key.tolist()):
+                    for job, first in zip(self.jobs, self.chunks.first_key.tolist()):
                         session = LeaseSession(
                             job, self._session_settings, self, self._granted, first, self._stats_of_loader
                         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError, UsageError
-from forebay.fetch.feed import CacheSettings
+from forebay.fetch.cache import CacheSettings
 from forebay.load.arguments import batch_sizes, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch_planner import BatchPlanner, make_collator
 from forebay.load.chunk_source import resolve_cache

@@ -13,8 +13,9 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, view_slice
 from forebay.errors import DatasetError
-from forebay.fetch.cache import ChunkCache
-from forebay.fetch.feed import CacheSettings, ChunkFeed, Providers
+from forebay.fetch.cache import CacheSettings, ChunkCache
+from forebay.fetch.feed import ChunkFeed
+from forebay.fetch.runs import Providers
 from forebay.load.arguments import ranks_per_node
 from forebay.load.chunk_source import Origins, Swarms
 from forebay.maps import map_offset
@@ -37,8 +38,8 @@ class SliceReader(ChunkFeed):
             if providers is not None:
                 return providers
             if cache is None or not cache.share:
-                return Origins(datasets, self.first_key)
-            return Swarms(datasets, self.first_key, chunks, cache.share, on_change)
+                return Origins(self.chunks)
+            return Swarms(self.chunks, chunks, cache.share, on_change)
 
         super().__init__(
             datasets, cached, run, (first, first + per_node), world_size, cache, open_providers, verify, **patience
@@ -71,7 +72,7 @@ class SliceReader(ChunkFeed):
 
     def describe(self, key: int) -> tuple[SliceInfo, int]:
         """(row of the table, bytes of a token) of a slice."""
-        return self._row(key), int(self.chunks.token_bytes[key])
+        return self.chunks.row(key), int(self.chunks.token_bytes[key])
 
     def open(self, key: int) -> tuple[int, Slice]:
         """(index in its dataset, mapped slice); its header must be here.

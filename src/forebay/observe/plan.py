@@ -14,7 +14,7 @@ import numpy as np
 from forebay.arrays import I64
 from forebay.dataset.chunks import chunk_size
 from forebay.errors import UsageError
-from forebay.fetch.feed import CacheSettings
+from forebay.fetch.cache import CacheSettings
 from forebay.order.footprint import (
     MAX_RATIO,
     Footprint,

@@ -20,7 +20,7 @@ from forebay.arrays import BOOL, I64
 from forebay.closing import Closing
 from forebay.dataset.manifest import SliceTable
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
-from forebay.fetch.engine import NoProviderError, TransferCancelledError
+from forebay.fetch.runs import NoProviderError, TransferCancelledError
 from forebay.network.client import Client
 from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from forebay.fetch.engine import SourceStats, choose_source
+from forebay.fetch.runs import SourceStats, choose_source
 from forebay.storage.retry import backoff_s
 
 

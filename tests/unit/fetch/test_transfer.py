@@ -18,7 +18,8 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.cache import ChunkCache
 from forebay.fetch.chunk_file import ABSENT, PRESENT, ChunkFile, create
-from forebay.fetch.engine import RunFetcher, TransferCancelledError
+from forebay.fetch.engine import RunFetcher
+from forebay.fetch.runs import TransferCancelledError
 from forebay.fetch.transfers import ChunkTransfer, FileTransfer, map_path_of
 from forebay.storage.base import Origin, Timeouts
 from forebay.storage.origins import open_origin

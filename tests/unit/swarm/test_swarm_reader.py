@@ -13,7 +13,7 @@ import pytest
 from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, ProtocolError
-from forebay.fetch.engine import NoProviderError
+from forebay.fetch.runs import NoProviderError
 from forebay.network.client import RemoteError
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
