@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from forebay.dataset.chunks import CHUNKS_FILE
-from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
+    LENGTHS_FILE,
     MANIFEST_FILE,
     TABLE_FILE,
     SliceTable,

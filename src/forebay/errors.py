@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""What a value of another shape raises where it is read."""
+"""The exceptions that reading a value of an unexpected shape raises."""
 
 
 class ForebayError(Exception):

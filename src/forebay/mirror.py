@@ -13,7 +13,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +25,6 @@ import numpy as np
 
 from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, SliceInfo, dataset_id
-from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
 from forebay.fetch.downloads import Workers
 from forebay.fetch.engine import RunFetcher
@@ -184,11 +183,7 @@ def _mirror(
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
     store = target.store
-    with suppress(FileNotFoundError):
-        if (id := dataset_id(store.read(MANIFEST_FILE))) != dataset.id:
-            raise UsageError(
-                f"{store.url}: expected no dataset, or the dataset {dataset.id}, got {id}. Choose another target."
-            )
+    _check_manifest(dataset, target)
     absent: list[SliceInfo] = []
     skipped: list[SliceInfo] = []
     for row, is_present in _check_slices(store, map(dataset.table.row, range(start, stop)), verify=True):
@@ -205,7 +200,36 @@ def _mirror(
         with suppress(DatasetError, NetworkError):
             _copy_leaves(dataset.all_leaves(), target)
             has_leaves = True
-    largest = max((row.bytes for row in absent), default=1)
+    _copy_slices(
+        dataset, target, fetcher, absent, origin or (lambda _: dataset.origin), on_commit, on_progress, at_once
+    )
+    outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
+    missing = sum(not is_present for _, is_present in _check_slices(store, outside, verify=False))
+    if not missing:
+        if not has_leaves:
+            _copy_leaves(_all_leaves(dataset, target), target)
+        _copy_listed(dataset, target)
+    return MirrorReport(
+        dataset.id, dataset.origin.url, store.url, dataset.num_slices, len(absent), len(skipped),
+        sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,
+    )  # fmt: skip
+
+
+def _check_manifest(dataset: RemoteDataset, target: _Target) -> None:
+    with suppress(FileNotFoundError):
+        if (id := dataset_id(target.store.read(MANIFEST_FILE))) != dataset.id:
+            raise UsageError(
+                f"{target.store.url}: expected no dataset, or the dataset {dataset.id}, got {id}. Choose another "
+                "target."
+            )
+
+
+def _copy_slices(
+    dataset: RemoteDataset, target: _Target, fetcher: RunFetcher, rows: Sequence[SliceInfo],
+    origin: Callable[[int], Sources], on_commit: Callable[[SliceInfo], object], on_progress: OnProgress, at_once: int,
+) -> None:  # fmt: skip
+    """Download slices, `at_once` at a time, or as many as the target allows. The first error ends all."""
+    store, largest = target.store, max((row.bytes for row in rows), default=1)
     at_once = at_once or max(1, min(_MAX_SLICES if store.folder else _MAX_BUCKET_SLICES, _MAX_BYTES // largest))
     stopping, errors, lock = threading.Event(), list[Exception](), threading.Lock()
 
@@ -219,7 +243,7 @@ def _mirror(
             reported = received
 
         try:
-            sources, leaves = origin(row.index) if origin else dataset.origin, partial(dataset.leaves, row.index)
+            sources, leaves = origin(row.index), partial(dataset.leaves, row.index)
             transfer = FileTransfer(fetcher, row, target.part_path(row.name), sources, read_leaves=leaves)
             transfer.run(stopping, report)
             store.put(row.name, transfer.part, row.sha256)
@@ -233,33 +257,31 @@ def _mirror(
 
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            list(pool.map(lambda row: None if stopping.is_set() else copy(row), absent))
+            list(pool.map(lambda row: None if stopping.is_set() else copy(row), rows))
         finally:
             stopping.set()
     if errors:
         raise errors[0]
-    outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
-    missing = sum(not is_present for _, is_present in _check_slices(store, outside, verify=False))
-    if not missing:
-        if not has_leaves:
-            _copy_leaves(_all_leaves(dataset, target), target)
-        limit = _MAX_FILE_BYTES + int(dataset.table.bytes.sum())
-        listed = {**listed_files(dataset.manifest), TABLE_FILE: dataset.manifest.table_sha256}
-        for name, sha256 in listed.items():
-            part, size = target.part_path(name), dataset.origin.size(name)
-            if size > limit:
-                raise DatasetError(f"{dataset.origin.url}/{name}: expected at most {limit} bytes, got {size}.")
-            with part.open("wb") as file:
-                fetch_object(dataset.origin, name, size, sha256, file, size + 1)
-            store.put(name, part)
-        manifest = read_small(dataset.origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
-        if (id := dataset_id(manifest)) != dataset.id:
-            raise DatasetError(f"{dataset.origin.url}: expected the dataset {dataset.id}, got {id}. Publish it again.")
-        store.write(MANIFEST_FILE, manifest)
-    return MirrorReport(
-        dataset.id, dataset.origin.url, store.url, dataset.num_slices, len(absent), len(skipped),
-        sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,
-    )  # fmt: skip
+
+
+def _copy_listed(dataset: RemoteDataset, target: _Target) -> None:
+    """Copy the files that complete a dataset; its manifest last.
+
+    Raises:
+        DatasetError: If a file is larger than the slices and 1 GiB, or the source has another dataset by now.
+    """
+    limit = _MAX_FILE_BYTES + int(dataset.table.bytes.sum())
+    for name, sha256 in {**dataset.manifest.listed_files, TABLE_FILE: dataset.manifest.table_sha256}.items():
+        part, size = target.part_path(name), dataset.origin.size(name)
+        if size > limit:
+            raise DatasetError(f"{dataset.origin.url}/{name}: expected at most {limit} bytes, got {size}.")
+        with part.open("wb") as file:
+            fetch_object(dataset.origin, name, size, sha256, file, size + 1)
+        target.store.put(name, part)
+    manifest = read_small(dataset.origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    if (id := dataset_id(manifest)) != dataset.id:
+        raise DatasetError(f"{dataset.origin.url}: expected the dataset {dataset.id}, got {id}. Publish it again.")
+    target.store.write(MANIFEST_FILE, manifest)
 
 
 def _copy_leaves(of_slices: Iterable[bytes], target: _Target) -> None:

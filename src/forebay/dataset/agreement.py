@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forebay.dataset.manifest import Manifest
-from forebay.dataset.reader import listed_files
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -14,7 +13,7 @@ def token_traits(manifest: Manifest) -> dict[str, Any]:
 
     `tokenizer` begins the SHA-256 of its file. Of a dataset with a tokenizer, `eos_id` "none" is that none is used.
     """
-    tokenizer = listed_files(manifest).get(TOKENIZER_FILE)
+    tokenizer = manifest.listed_files.get(TOKENIZER_FILE)
     return {
         "layout": manifest.layout,
         "dtype": manifest.dtype or None,

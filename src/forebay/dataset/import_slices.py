@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size, hash_slice
-from forebay.dataset.lengths import LENGTHS_FILE, encode_lengths
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
+from forebay.dataset.lengths import encode_lengths
+from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
 from forebay.errors import DatasetError, UsageError

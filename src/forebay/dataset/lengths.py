@@ -17,7 +17,6 @@ from forebay.dataset.manifest import MAX_EXPANSION, MAX_FREE_BYTES, Manifest, Sl
 from forebay.dataset.slices import check_document_ends
 from forebay.errors import DatasetError
 
-LENGTHS_FILE = "lengths.zst"
 _LEVEL = 1  # 3 saves a hundredth and takes twice as long.
 
 

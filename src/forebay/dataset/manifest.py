@@ -30,6 +30,8 @@ Bytes: TypeAlias = bytes
 FORMAT_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 TABLE_FILE = "slices.parquet"
+LENGTHS_FILE = "lengths.zst"
+"""The number of tokens of each document, in the order of the slices; see `lengths`."""
 DOCUMENTS_FILE = "documents.parquet"
 """Optional: id and source of each document, in the order of their ends; fixed by the manifest's lineage."""
 MAX_FREE_ROWS = 1 << 16
@@ -154,6 +156,34 @@ class Manifest:
             expected = "lengths_sha256 of layout tokens alone"
             raise _manifest_error(expected, f"{manifest.lengths_sha256!r} of layout {manifest.layout}")
         return manifest
+
+    @property
+    def listed_files(self) -> dict[str, str]:
+        """The files other than slices and the table that the id fixes: name to SHA-256 in hex."""
+        files = self.lineage.get("files", {})
+        if not isinstance(files, dict):
+            files = {}
+        listed = {name: str(sha) for name, sha in files.items() if "/" not in name and name not in ("", ".", "..")}
+        return listed | ({LENGTHS_FILE: self.lengths_sha256} if self.lengths_sha256 else {})
+
+    def read_table(self, data: Bytes, location: object) -> SliceTable:
+        """The table in `data`. Raises DatasetError unless it has this manifest's hash and totals."""
+        if (got := hashlib.sha256(data).hexdigest()) != self.table_sha256:
+            raise DatasetError(
+                f"{location}: expected sha256 {self.table_sha256}, got {got}. Fetch or publish it again."
+            )
+        table = SliceTable.from_parquet(data, self.chunk_bytes)
+        total = self.tokens if self.layout == "tokens" else self.rows
+        # Python integers where 64 bits might overflow: a hostile table may contain anything.
+        expected = {"slices": self.slices, "bytes": self.bytes, self.layout: total}
+        actual = {"slices": len(table), "bytes": _sum(table.bytes), self.layout: _sum(table.count)}
+        if self.layout == "tokens":
+            expected["documents"], actual["documents"] = self.documents, _sum(table.documents)
+        if expected != actual:
+            raise DatasetError(
+                f"{TABLE_FILE}: expected the manifest's totals {expected}, got {actual}. Fetch both files again."
+            )
+        return table
 
 
 @dataclass(frozen=True)
@@ -390,3 +420,9 @@ def _check_table(table: SliceTable) -> None:
             )
     if len(set(names)) != len(names):
         raise DatasetError(f"{TABLE_FILE}: expected each slice's name once, got a name twice.")
+
+
+def _sum(column: Any) -> int:
+    if len(column) and int(column.max()) > (1 << 62) // len(column):
+        return sum(column.tolist())
+    return int(column.sum())

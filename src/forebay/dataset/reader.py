@@ -6,7 +6,6 @@ A dataset keeps at most 64 slices mapped; arrays that callers keep stay valid.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +22,8 @@ import numpy as np
 
 from forebay.arrays import I64, U64
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
-from forebay.dataset.lengths import LENGTHS_FILE, read_document_ends
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
+from forebay.dataset.lengths import read_document_ends
+from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
@@ -84,7 +83,7 @@ class Dataset:
     has_hashes = True
     """Whether slices and their chunks have hashes, which `verify` compares with their bytes."""
     format = "safetensors"
-    files: Sequence[Path] = ()  # Of another tool's format.
+    files: Sequence[Path] = ()  # The files that it reads, if they are in another tool's format.
     left_out: Sequence[str] = ()  # Columns of its source that are not in it.
     _num_hashers = 4
 
@@ -97,7 +96,7 @@ class Dataset:
         self.manifest = manifest
         self.table = table
         self.id = id
-        self.fetched_bytes = self.requests = 0  # Of files other than slices, after it was opened.
+        self.fetched_bytes = self.requests = 0  # Those of small files, since it was opened; slices are not counted.
         self._verified = verified
         self._open: OrderedDict[int, Slice] = OrderedDict()
         self._lock = threading.Lock()
@@ -352,7 +351,7 @@ class Dataset:
             workers: Threads that hash; by default 4, of a remote dataset 8.
         """
         files: list[tuple[str, int | None, str]] = [(TABLE_FILE, None, self.manifest.table_sha256)]
-        files += ((name, None, sha256) for name, sha256 in sorted(listed_files(self.manifest).items()))
+        files += ((name, None, sha256) for name, sha256 in sorted(self.manifest.listed_files.items()))
         hashes = (row.tobytes().hex() for row in self.table.sha256)
         files += zip(self.table.names.to_pylist(), self.table.bytes.tolist(), hashes)
         names: dict[str, list[str]] = {"": [], "changed": [], "missing": []}
@@ -400,7 +399,7 @@ class Dataset:
             TABLE_FILE,
             CHUNKS_FILE,
             *_COMPANIONS,
-            *listed_files(self.manifest),
+            *self.manifest.listed_files,
         }
         # Files of a dataset below this one (a named subset) belong to that dataset.
         others = {p.parent for p in self.path.rglob(MANIFEST_FILE)} - {self.path}
@@ -433,29 +432,9 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
         manifest = Manifest.from_json(manifest_bytes)
     except DatasetError as error:
         raise DatasetError(f"{folder}: {error}") from error
-    table = table_of(manifest, _read(folder, TABLE_FILE), folder / TABLE_FILE)
+    table = manifest.read_table(_read(folder, TABLE_FILE), folder / TABLE_FILE)
     id = manifest.id
     return Dataset(folder, manifest, table, id, VerifiedChunks(folder, id, table) if verify == "once" else None)
-
-
-def table_of(manifest: Manifest, data: bytes, location: object) -> SliceTable:
-    """The table in `data`. Raises DatasetError unless it has the manifest's hash and totals."""
-    if (got := hashlib.sha256(data).hexdigest()) != manifest.table_sha256:
-        raise DatasetError(
-            f"{location}: expected sha256 {manifest.table_sha256}, got {got}. Fetch or publish it again."
-        )
-    table = SliceTable.from_parquet(data, manifest.chunk_bytes)
-    total = manifest.tokens if manifest.layout == "tokens" else manifest.rows
-    # Python integers where 64 bits might overflow: a hostile table may contain anything.
-    expected = {"slices": manifest.slices, "bytes": manifest.bytes, manifest.layout: total}
-    actual = {"slices": len(table), "bytes": _sum(table.bytes), manifest.layout: _sum(table.count)}
-    if manifest.layout == "tokens":
-        expected["documents"], actual["documents"] = manifest.documents, _sum(table.documents)
-    if expected != actual:
-        raise DatasetError(
-            f"{TABLE_FILE}: expected the manifest's totals {expected}, got {actual}. Fetch both files again."
-        )
-    return table
 
 
 def verify_dataset(path: str | Path, on_progress: Callable[[int], None] | None = None) -> VerifyReport:
@@ -499,18 +478,3 @@ def _read(folder: Path, name: str) -> bytes:
             f"{folder}: expected a dataset (a directory with {name}), got {what}. "
             "Give the directory that `forebay prepare --out` or `forebay import` wrote."
         ) from error
-
-
-def listed_files(manifest: Manifest) -> dict[str, str]:
-    """The files other than slices that the manifest lists: name to sha256 in hex."""
-    files, lengths = manifest.lineage.get("files", {}), manifest.lengths_sha256
-    if not isinstance(files, dict):
-        files = {}
-    listed = {name: str(sha) for name, sha in files.items() if "/" not in name and name not in ("", ".", "..")}
-    return listed | ({LENGTHS_FILE: lengths} if lengths else {})
-
-
-def _sum(column: Any) -> int:
-    if len(column) and int(column.max()) > (1 << 62) // len(column):
-        return sum(column.tolist())
-    return int(column.sum())

@@ -132,7 +132,7 @@ class SharedState(ABC):
                 continue
             self._slot, self._slot_number = lock, number
             weakref.finalize(self, lock.release)
-            if self._reserved[number]:  # Of a process that was killed: its files may be larger than what was counted.
+            if self._reserved[number]:  # A process was killed: its files may be larger than what was counted.
                 self._recount(True, number)
             self._generations[number] += 1
             self._generation = int(self._generations[number])

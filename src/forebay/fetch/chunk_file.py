@@ -63,7 +63,9 @@ class ChunkFile:
 
     def __init__(self, path: Path, map_path: Path, info: SliceInfo) -> None:
         self.path, self.map_path, self.info = path, map_path, info
-        self.check: Check | None = None  # Of an object that has no tree; set by who opens it.
+        self.check: Check | None = (
+            None  # Replaces the tree for an object that has none; the caller that opens it sets it.
+        )
         self.layout = layout = MapLayout(info.bytes, info.chunk_bytes)
         with map_path.open("r+b") as file:
             self._map: U8 = map_file(file, layout.num_bytes, is_writable=True)
@@ -74,7 +76,7 @@ class ChunkFile:
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
         self.pins = self._map[layout.pins : layout.pins + NUM_SLOTS * layout.pin_bytes].reshape(NUM_SLOTS, -1)
         self.refs = np.zeros(n, np.uint16)
-        self.leaves_lock = threading.Lock()  # Of this process: one thread reads them.
+        self.leaves_lock = threading.Lock()  # One thread of this process reads them.
         self._has_leaves = n == 1 and bool(info.sha256)
         inode, time_ns, boot = _identity_of(path)
         own_inode, own_time_ns, own_boot = self._identity()

@@ -23,9 +23,9 @@ import pyarrow as pa
 from forebay.arrays import I64, U8, Array
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size
-from forebay.dataset.lengths import LENGTHS_FILE, encode_lengths
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
-from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
+from forebay.dataset.lengths import encode_lengths
+from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
+from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
@@ -405,7 +405,7 @@ def _ragged(column: _Column, expected: tuple[int, ...], got: tuple[int, ...], ro
 
 def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
     dataset = source.dataset
-    is_listed = dataset is not None and TOKENIZER_FILE in listed_files(dataset.manifest)
+    is_listed = dataset is not None and TOKENIZER_FILE in dataset.manifest.listed_files
     if dataset is None or not is_listed or not (dataset.path / TOKENIZER_FILE).is_file():
         return {}
     shutil.copyfile(dataset.path / TOKENIZER_FILE, out / TOKENIZER_FILE)

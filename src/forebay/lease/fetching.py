@@ -135,7 +135,7 @@ class LeaseFetches:
         self.job, self.leases, self._dataset = job, leases, job.dataset
         self._needs: dict[str, tuple[ActiveLease, PlanNeeds, float]] = {}  # by lease id; since when
         self.open_url = lru_cache(_MAX_URLS)(lambda url: open_untrusted_origin(url, job.from_urls))
-        # By slice, and by peer id or URL: why it is not asked again; None: it was reported, and is asked.
+        # By slice, and by peer id or URL: why a source is not asked again; None if it was reported and is still asked.
         self.faults = defaultdict[str, dict[str, NetworkError | None]](dict)
         self._num_misses, self._not_before = 0, 0.0
         self._starved_at: float | None = None
@@ -168,7 +168,9 @@ class LeaseFetches:
         grant, table = lease.grant, self._dataset.table
         row = table.row(grant.slice) if grant.slice < len(table) else None
         if row is None or (grant.dataset_id, grant.sha256) != (self._dataset.id, row.sha256):
-            reason = f"slice {grant.slice}: expected one of the dataset {self._dataset.id}, got another."
+            reason = (
+                f"slice {grant.slice}: expected a slice of the dataset {self._dataset.id}, got a slice of another one."
+            )
             self._fail(lease, IntegrityError(reason))
             return True
         budget = self._feed.open_cache().budget_bytes

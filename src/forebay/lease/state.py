@@ -80,7 +80,7 @@ class ActiveLease:
 
     @property
     def ended(self) -> bool:
-        """Whether no more of it is used: it was dropped, or has failed, and what was taken before is used."""
+        """Whether it is used up: it was dropped or has failed, and all that was taken before is used."""
         return self.is_dropped or (bool(self.reason) and self.used == self.started)
 
     @property

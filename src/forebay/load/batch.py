@@ -19,7 +19,7 @@ from forebay.errors import UsageError
 from forebay.load.arguments import check_choice
 
 IGNORE_INDEX = -100  # The label that torch's cross entropy ignores by default.
-STYLES = ("batch", "plain", "transformers")  # Of `to_torch`; the last two of `as_dict`.
+STYLES = ("batch", "plain", "transformers")  # `to_torch` takes all of them, `as_dict` the last two.
 Style: TypeAlias = Literal["batch", "plain", "transformers"]
 Array = TypeVar("Array")
 _MAX_ROWS_SHOWN = 8

@@ -76,7 +76,7 @@ class BatchPlanner:
         self._plan_steps = self._stride * max(1, min(PLAN_SAMPLES, max(num_samples)) // share)
         self._sample_bytes = int(slices.chunks.num_bytes.sum() / max(1, sum(num_samples)))
         self._step_bytes = max(1, share * self._sample_bytes)
-        self._next_step = self._num_steps = 0  # Of the next plan.
+        self._next_step = self._num_steps = 0  # Where the next plan begins, and its length.
         self._run_bytes = FIRST_REQUEST_BYTES
         self._is_running = False  # A batch was made.
         self._queue: deque[StepPlan] = deque()
@@ -171,7 +171,10 @@ class BatchPlanner:
             if waiting is not None:
                 rows = np.isin(plan.keys, distinct[waiting])
                 waiting &= ~np.isin(distinct, list(self._open.union(*(queued.distinct for queued in earlier))))
-                keys, header = distinct[waiting], np.zeros(int(waiting.sum()), np.int64)  # Of slices yet to be opened.
+                keys, header = (
+                    distinct[waiting],
+                    np.zeros(int(waiting.sum()), np.int64),
+                )  # Slices that are not open need their headers.
                 reader.need(
                     plan.needs, np.concatenate([plan.keys[rows], keys]), np.concatenate([starts[rows], header]),
                     np.concatenate([stops[rows], header + _HEADER_BYTES]),

@@ -39,7 +39,7 @@ class HelperPool:
 
     def __init__(self, loader: Any, num_workers: int) -> None:
         self.num_workers = num_workers
-        self.network_s = self.disk_s = 0.0  # Of the helper that waited longest.
+        self.network_s = self.disk_s = 0.0  # Those of the helper that waited longest.
         pickled = pickle.dumps(loader)
         self._max_bundled = 1  # Rows of any size.
         if loader.seq_len is not None:

@@ -30,7 +30,7 @@ SPLITS = (None, "train", "validation")
 MAX_IMBALANCE = 0.1
 """A worker owns at most this fraction more slices than the mean, rounded up to a whole slice: with few slices much more
 than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
-_COUNTING_VERSION = 5  # Of the cached counts.
+_COUNTING_VERSION = 5  # The version of the cached counts.
 
 
 @dataclass(frozen=True, eq=False)

@@ -194,7 +194,9 @@ def read_layout(shard: ShardInfo, seq_len: int) -> ShardInfo:
     """
     ids, numbers = _read_header(shard.origin, shard.ids, "<u8")
     count, kinds = numbers.count, (np.dtype("<u2"), np.dtype("<u4"))
-    width = shard.tokens.num_bytes // (count * seq_len) if count * seq_len else 2  # Of a file without a header.
+    width = (
+        shard.tokens.num_bytes // (count * seq_len) if count * seq_len else 2
+    )  # The type of a file without a header.
     tokens, vector = _read_header(shard.origin, shard.tokens, kinds[width == 4])
     if numbers.kind != np.dtype("<u8") or not count or vector.kind not in kinds:
         raise DatasetError(
@@ -302,7 +304,9 @@ def verify_pair(folder: Path, shard: ShardInfo) -> tuple[ChunkFile, U64]:
     path, map_path = folder / info.name, pair_map(folder, shard)
     try:
         if not map_path.is_file():
-            for other in set(folder.glob(f".{info.name}.*.map")) - {map_path}:  # Of other versions.
+            for other in set(folder.glob(f".{info.name}.*.map")) - {
+                map_path
+            }:  # They belong to other versions of the shard.
                 other.unlink(missing_ok=True)
             new = temporary_path(map_path)
             create(path, new, info, UNVERIFIED)

@@ -38,7 +38,7 @@ from forebay.storage.base import load_env_file, require_env
 from forebay.units import format_bytes
 
 COMMON_MEM_BYTES = 4 * 10**9
-COMMON_SHARDS = 750 / 215  # Of 215 GB, on a disk of 750 GB.
+COMMON_SHARDS = 750 / 215  # 215 GB of shards on a disk of 750 GB.
 _MIN_SHARDS = 3  # On the disk at the start: the active one, the next, and one that slow ranks still use.
 _SWAP_TIMEOUT_S = 3600.0  # How long a swap waits for a shard whose download keeps failing.
 

@@ -25,7 +25,7 @@ _Part: TypeAlias = tuple[bytes, list[tuple[int, int]]]  # A pickled item, and wh
 _HEADER = 64  # Byte 0: 1 while a reader holds the segment, or a message is on its way.
 _ALIGN = 64
 _MIN_SEGMENT_BYTES = 1 << 16
-_MAX_BYTES = 512 << 20  # Of a writer's segments; pages that no batch reached cost nothing.
+_MAX_BYTES = 512 << 20  # A writer's segments together; pages that no batch reached cost nothing.
 
 
 class _HeldSegment(np.ndarray[Any, np.dtype[np.uint8]]):

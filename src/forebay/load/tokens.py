@@ -34,7 +34,7 @@ from forebay.maps import map_offset
 
 _BLOCK = 64  # Document ends.
 _READ_TOKENS = 1 << 19  # Copied at once, if a batch has not more.
-_CACHED_RANGES = 1 << 22  # Of packed sections, 12 bytes each.
+_CACHED_RANGES = 1 << 22  # Ranges of packed sections, 12 bytes each.
 
 
 @dataclass(eq=False, slots=True)
@@ -64,11 +64,11 @@ class _Ranges(NamedTuple):
 class _Documents(NamedTuple):
     """The parts of documents in K rows, D in all; padding is one."""
 
-    first: list[int]  # Of each row, [K + 1].
+    first: list[int]  # The first part of each row, [K + 1].
     ids: I32  # Number within the row; -1 for padding.
     edges: Array  # Where it begins in K * L positions; and their end, [D + 1]. int32 if that is enough.
     ignored: I64  # Positions without a label, except for padding.
-    first_ignored: list[int]  # Of each row, [K + 1].
+    first_ignored: list[int]  # The first of them in each row, [K + 1].
 
 
 class _Plan:
@@ -322,7 +322,7 @@ def _ends_inside(opened: list[_OpenSlice], which: I64, starts: I64, stops: I64) 
     """Document ends inside of ranges of slices `opened[which[i]]`, not at start or stop; and of which range."""
     order = np.lexsort((starts, which))
     which, starts, stops = which[order], starts[order], stops[order]
-    # Of each slice the blocks from its first range to its last are copied.
+    # The blocks of each slice from its first range to its last are copied.
     edges, blocks = _edges_of(which, len(opened)).tolist(), np.empty((len(opened), 2), np.int64)
     sources = [slice_.document_ends for slice_ in opened if slice_.document_ends is not None]
     for i, slice_ in enumerate(opened):

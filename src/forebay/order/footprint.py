@@ -21,7 +21,7 @@ from forebay.units import format_bytes
 WARN_RATIO = 1.1  # Bytes fetched in an epoch, as a multiple of the dataset's, from which on there is a warning.
 MAX_RATIO = 1.5  # The default limit of the Loader.
 FREE_BYTES = 1 << 30  # What several nodes fetch twice causes a warning only, below this many bytes in all.
-TINY_PART = 0.01  # Of the bytes of all datasets: what is fetched twice below this is not worth a warning.
+TINY_PART = 0.01  # A part of all bytes; fetching less than this twice is not worth a warning.
 _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and one with the header of the slice.
 _COUNTED_DEMAND, _COUNTED_STEPS = 1 << 17, 4096  # Samples and steps, at most, whose chunks are counted.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
@@ -53,7 +53,7 @@ class Footprint:
     streams: int | None = None
     swarm: bool = False  # Nodes fetch from each other: what several nodes read is fetched once.
     name: str = ""
-    part: float = 1.0  # Of the bytes of all datasets that a step reads.
+    part: float = 1.0  # The part of all datasets' bytes that a step reads.
     has_heads: bool = False  # The ends of documents are requested before the samples of a slice.
 
     def __post_init__(self) -> None:

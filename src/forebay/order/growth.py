@@ -21,7 +21,7 @@ from forebay.order.plan import Order
 from forebay.order.run import Run, assign_owners
 
 State: TypeAlias = dict[str, Any]
-_MAX = 1 << 40  # Of the numbers in a state.
+_MAX = 1 << 40  # The largest number in a state.
 Lineage: TypeAlias = Mapping[str, Any]  # What a manifest tells about the origin of its slices.
 
 

@@ -36,7 +36,9 @@ class Weights:
     """
 
     changes: tuple[tuple[int, tuple[float, ...]], ...]  # (run step, weights), steps rising from 0
-    quotas: tuple[I64, ...] = field(init=False, repr=False, compare=False)  # Of each change, int64 [D], sum PERIOD.
+    quotas: tuple[I64, ...] = field(
+        init=False, repr=False, compare=False
+    )  # One for each change: int64 [D], whose sum is PERIOD.
 
     def __post_init__(self) -> None:
         check_rising("weights", [step for step, _ in self.changes])

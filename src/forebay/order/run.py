@@ -275,7 +275,7 @@ class OwnedRun(Run):
 
     def _steps(self) -> dict[str, Any]:
         """See `Run._steps`; each step of an epoch counts as one sample."""
-        self._tables = []  # Of each dataset by which the order grew: first epoch, order, samples of ranks, S.
+        self._tables = []  # One for each dataset that joined: first epoch, order, samples of ranks, S.
         for first, order in self.orders[0].phases:
             stop = len(order.samples_per_slice)
             of_ranks = np.bincount(self._owners[:stop], weights=self._counts[:stop]).astype(np.int64)

@@ -69,7 +69,7 @@ class _Stretch:
     before: RunProgress  # Before `first`.
     steps_left: int  # Steps to the end of `before.epoch`, if the stretch is that long.
     per_epoch: int  # Steps of each later epoch.
-    num_samples: int  # Of an epoch.
+    num_samples: int  # In an epoch.
 
 
 class StepIndex:

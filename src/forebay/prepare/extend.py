@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from forebay.dataset.agreement import TOKENIZER_FILE, differences, token_traits
 from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import DOCUMENTS_FILE, SliceInfo
-from forebay.dataset.reader import Dataset, listed_files, open_dataset
+from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup, Signed
@@ -54,7 +54,7 @@ def open_parent(path: Path | str, out: Store) -> Dataset:
 def parent_tokenizer(parent: Dataset, recipe: Recipe) -> TokenizerFile:
     """The tokenizer of a dataset, loaded with the recipe's EOS and BOS."""
     policy, description = recipe.tokenize, parent.manifest.tokenizer
-    if TOKENIZER_FILE not in listed_files(parent.manifest):
+    if TOKENIZER_FILE not in parent.manifest.listed_files:
         _refuse(parent, f"a dataset with its {TOKENIZER_FILE}", "none. Prepare it again")
     spec = description if description == "bytes" else str(parent.path / TOKENIZER_FILE)
     return replace(load_tokenizer(spec, eos=policy.eos, bos=policy.bos), description=description)
@@ -62,7 +62,7 @@ def parent_tokenizer(parent: Dataset, recipe: Recipe) -> TokenizerFile:
 
 def check_extension(parent: Dataset, recipe: Recipe, tokenizer: TokenizerFile | None, document_ids: bool) -> None:
     """Raise UsageError if documents prepared so cannot follow those of the parent."""
-    manifest, files = parent.manifest, listed_files(parent.manifest)
+    manifest, files = parent.manifest, parent.manifest.listed_files
     if tokenizer is None:
         _refuse(parent, "its own tokenizer", f"{recipe.tokenize.tokenizer}. Leave out --tokenizer")
     before, theirs = manifest.lineage.get("recipe", {}), token_traits(manifest)
@@ -95,7 +95,7 @@ def _check_dedup(parent: Dataset, dedup: Dedup) -> None:
     if dedup.semantic or dedup.own:
         names = [*(method.name for method in dedup.own), *(["semantic"] if dedup.semantic else [])]
         _refuse(parent, "methods that compare text", f"{', '.join(names)}. {advice}")
-    if dedup.url and DOCUMENTS_FILE not in listed_files(parent.manifest):
+    if dedup.url and DOCUMENTS_FILE not in parent.manifest.listed_files:
         _refuse(parent, f"a dataset with {DOCUMENTS_FILE}, which has the addresses", f"none. {advice}")
     if parent.manifest.layout == "rows" or "fim" in before:
         _refuse(parent, "a dataset of plain text to compare with", f"{'fim' if 'fim' in before else 'rows'}. {advice}")

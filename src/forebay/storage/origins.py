@@ -18,9 +18,8 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, root_of
-from forebay.dataset.lengths import LENGTHS_FILE
-from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
-from forebay.dataset.reader import LEAVES_AT_ONCE, Dataset, local_path, table_of
+from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.reader import LEAVES_AT_ONCE, Dataset, local_path
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.plugins import load_plugin, plugins
@@ -111,7 +110,7 @@ def read_dataset(origin: Origin, expected_id: str | None) -> RemoteDataset:
             "Check the URL, or ask for the id that is there."
         )
     data = read_small(origin, TABLE_FILE, _MAX_SMALL_BYTES)
-    return RemoteDataset(origin, manifest, table_of(manifest, data, f"{origin.url}/{TABLE_FILE}"), id)
+    return RemoteDataset(origin, manifest, manifest.read_table(data, f"{origin.url}/{TABLE_FILE}"), id)
 
 
 class RemoteDataset(Dataset):
@@ -124,7 +123,7 @@ class RemoteDataset(Dataset):
         super().__init__(Path(origin.url), manifest, table, id)
         self.origin, self.url, origin.table = origin, origin.url, table
         self.has_peers = origin.url.startswith("forebay://")
-        self._leaves = OrderedDict[int, bytes]()  # Of slices that were not asked for yet.
+        self._leaves = OrderedDict[int, bytes]()  # Those of slices that were not asked for yet.
         self._have_leaves = np.zeros(len(table), bool)
         self._leaves_lock, self._more_leaves = threading.Lock(), 0
 
@@ -192,7 +191,7 @@ class RemoteDataset(Dataset):
                 start -= 1
             try:
                 leaves = self._leaves_of(start, stop)
-            except DatasetError:  # Of another of the slices, perhaps.
+            except DatasetError:  # Another of the slices may be wrong.
                 start, stop, leaves = index, index + 1, self._leaves_of(index, index + 1)
             self._more_leaves -= int(edges[stop] - edges[start]) - size
             self._have_leaves[start:stop] = True

@@ -87,7 +87,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: TokenizerFile, lanes: int = 1) -> None:
         self._tokenizer = tokenizer
-        self._max_bytes = MAX_BYTES // lanes  # Of each of the lanes that it encodes.
+        self._max_bytes = MAX_BYTES // lanes  # For each of the lanes that it encodes.
         self.next_bytes = min(FIRST_BYTES, self._max_bytes)  # How much text to bring next.
 
     @cached_property

@@ -75,7 +75,7 @@ class Lane:
         self.state, self._times = state, times
         self._records, self._share, self._encoder, self._options = records, share, encoder, options
         self._seq_len, self._seed, self._shuffle, self._malformed = seq_len, seed, shuffle, malformed
-        self._documents: Generator[bytes, None, None] | None = None  # Of the epoch, while it is read.
+        self._documents: Generator[bytes, None, None] | None = None  # The documents of the epoch that is being read.
 
     def take(self, count: int) -> tuple[Array, int]:
         """Return the tokens of the next samples, and how many samples: fewer than `count` at an epoch's end alone.

@@ -38,7 +38,9 @@ class LaneState:
     buffered: tuple[bytes, ...] = ()  # Documents in the shuffle buffer.
     tokens: Array = field(default_factory=lambda: np.zeros(0, np.uint32))  # Encoded.
     offset: int = 0  # Tokens from here on were not given out.
-    counts: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # Of the run: `COUNTS`.
+    counts: Mapping[str, int] = field(
+        default_factory=lambda: dict.fromkeys(COUNTS, 0)
+    )  # Totals of the run, by the names in `COUNTS`.
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -78,7 +80,7 @@ class LaneState:
 class StreamState:
     """What a stream goes on from: the numbers of the next batch, and the lanes that the rank reads."""
 
-    step: int = 0  # Of the epoch; of a run without epochs, of the run.
+    step: int = 0  # Counted in the epoch; in a run without epochs, in the run.
     run_step: int = 0  # Batches since the run began.
     samples_taken: int = 0  # By all ranks together, in the epoch; of a run without epochs, in the run.
     lanes: Mapping[int, LaneState] = field(default_factory=dict)  # Those that have begun, by number.

@@ -29,7 +29,7 @@ from forebay.arrays import BOOL
 from forebay.closing import Closing
 from forebay.dataset.chunks import HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
-from forebay.dataset.reader import Dataset, listed_files
+from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, ProtocolError
 from forebay.network.app import (
     BINARY,
@@ -115,7 +115,7 @@ class SmallFiles(dict[str, bytes | Path]):
         if (id := dataset_id(manifest)) != dataset.id:
             raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, got {id}. Serve it again.")
         num_bytes = 0
-        for name, sha256 in sorted(listed_files(dataset.manifest).items()):
+        for name, sha256 in sorted(dataset.manifest.listed_files.items()):
             try:
                 size = origin.size(name)
                 if (num_bytes := num_bytes + size) > _MAX_SMALL_BYTES:

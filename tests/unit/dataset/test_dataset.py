@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 from forebay.cli import main
 from forebay.dataset.chunks import HASH_BYTES, MIN_CHUNK_BYTES
 from forebay.dataset.import_slices import import_slices
-from forebay.dataset.lengths import LENGTHS_FILE, encode_lengths
-from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
-from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
+from forebay.dataset.lengths import encode_lengths
+from forebay.dataset.manifest import LENGTHS_FILE, Manifest, SliceInfo, SliceTable, dataset_id
+from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
@@ -217,7 +217,7 @@ def test_manifest_checks() -> None:
             make_manifest(table, **changes)
     files = dict.fromkeys(("tokenizer.json", "a/b", "..", ".", ""), "ab")
     expected = {"tokenizer.json": "ab", LENGTHS_FILE: "ef" * 32}
-    assert listed_files(make_manifest(table, lineage={"files": files})) == expected
+    assert make_manifest(table, lineage={"files": files}).listed_files == expected
     rows = {"layout": "rows", "dtype": "", "rows": 550, "tokens": 0}
     for wrong in ({"lengths_sha256": ""}, rows):
         with pytest.raises(DatasetError, match="lengths_sha256 of layout tokens alone"):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.dataset.lengths import LENGTHS_FILE, encode_lengths, read_document_ends
-from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable
+from forebay.dataset.lengths import encode_lengths, read_document_ends
+from forebay.dataset.manifest import LENGTHS_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError
 from forebay.load.samples import plan_samples

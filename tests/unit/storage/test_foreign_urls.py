@@ -14,8 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.data_node import DataNode
-from forebay.dataset.lengths import LENGTHS_FILE
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
+from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.mirror import mirror, mirror_by_swarm

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import Array
-from forebay.dataset.reader import Dataset, listed_files
+from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.cutting import Flags
@@ -101,9 +101,7 @@ class LoadTask:
 
 def signature_files(dataset: Dataset, config: Dedup) -> dict[str, str]:
     """The files of signatures beside a dataset, with their hashes; none if they are of other settings."""
-    files = {
-        name: sha256 for name, sha256 in sorted(listed_files(dataset.manifest).items()) if _IS_FILE.fullmatch(name)
-    }
+    files = {name: sha256 for name, sha256 in sorted(dataset.manifest.listed_files.items()) if _IS_FILE.fullmatch(name)}
     if not files or not config.has_signatures:
         return {}
     path = dataset.path / next(iter(files))

@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size
-from forebay.dataset.lengths import LENGTHS_FILE
 from forebay.dataset.manifest import (
     DOCUMENTS_FILE,
+    LENGTHS_FILE,
     MANIFEST_FILE,
     TABLE_FILE,
     TOKEN_DTYPES,
