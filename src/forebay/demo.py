@@ -27,6 +27,7 @@ from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.observe.progress import PrepareBar, bar
 from forebay.prepare.driver import prepare_dataset
+from forebay.processes import deferred_signals
 
 NAME, SEQ_LEN = "demo", 128
 _log = partial(print, file=sys.stderr, flush=True)
@@ -110,15 +111,8 @@ def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, comma
     """Start all nodes, train one epoch, verify the ledger; return the fields of the summary."""
 
     def start(label: str, *arguments: object, command: Sequence[str] = ()) -> NodeProcess:
-        caught: list[int] = []  # Signals until the stack has the process, and ends it.
-        handlers = {n: signal.signal(n, lambda n, _: caught.append(n)) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with deferred_signals():  # Until the stack has the process, and ends it.
             return stack.enter_context(contextlib.closing(NodeProcess(directory, label, *arguments, command=command)))
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            if caught:
-                raise KeyboardInterrupt
 
     def start_worker(name: str) -> NodeProcess:
         return start(

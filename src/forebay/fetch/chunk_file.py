@@ -63,9 +63,8 @@ class ChunkFile:
 
     def __init__(self, path: Path, map_path: Path, info: SliceInfo) -> None:
         self.path, self.map_path, self.info = path, map_path, info
-        self.check: Check | None = (
-            None  # Replaces the tree for an object that has none; the caller that opens it sets it.
-        )
+        self.check: Check | None = None
+        """In place of the tree of an object that has none; the caller that opens the object sets it."""
         self.layout = layout = MapLayout(info.bytes, info.chunk_bytes)
         with map_path.open("r+b") as file:
             self._map: U8 = map_file(file, layout.num_bytes, is_writable=True)

@@ -26,7 +26,7 @@ _EDGE_CHUNKS = 2  # At the edges of neighbouring lanes: a chunk of samples, and 
 _COUNTED_DEMAND, _COUNTED_STEPS = 1 << 17, 4096  # Samples and steps, at most, whose chunks are counted.
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
 FIRST_REQUEST_BYTES = 64 << 10  # A request for the first steps; for each plan after them four times as many,
-MAX_REQUEST_BYTES = 2 << 20  # at most so many,
+MAX_REQUEST_BYTES = 4 << 20  # at most so many,
 _HASHES_OF_PARTS, _HASHES_OF_ALL = 1.0, 0.25  # Requests for hashes of chunks, by slice: of several nodes, of one.
 REQUESTS_OF_CACHE = 16  # and such a part of the cache.
 

@@ -244,3 +244,30 @@ def test_interrupt_while_a_worker_is_started_leaves_no_file(tmp_path: Path) -> N
     )
     assert done.stderr.rstrip().endswith("KeyboardInterrupt"), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+_INTERRUPTED_THREAD = """
+import os, signal, threading
+from multiprocessing import resource_tracker, util
+from forebay.prepare.engines import local
+
+resource_tracker.ensure_running()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+spawn = util.spawnv_passfds
+
+
+def interrupted(path, args, fds):
+    process = spawn(path, args, fds)
+    os.kill(os.getpid(), signal.SIGINT)
+    return process
+
+
+util.spawnv_passfds = interrupted
+with local.LocalEngine(2) as engine:
+    engine.map(max, [1, 2], print)
+"""
+
+
+def test_interrupt_of_a_program_with_threads_leaves_a_worker_no_half_of_its_settings() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED_THREAD], capture_output=True, text=True)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt") and "EOFError" not in done.stderr, done.stderr

@@ -25,6 +25,7 @@ from forebay.files import HOST, temporary_path
 from forebay.machine import num_cores
 from forebay.prepare.engines import base, sandbox
 from forebay.prepare.progress import LOG_BYTES
+from forebay.processes import deferred_signals
 from forebay.storage.store import Store
 
 _EXIT_S = 5.0  # How long a worker whose pipe is closed may take to exit with its own exit code.
@@ -69,7 +70,7 @@ class _Worker:
             target=_serve, args=(theirs, self.log.path), daemon=True, name="forebay-prepare"
         )
         try:
-            with _no_interrupt(method):
+            with deferred_signals(), _masked_interrupt(method):
                 self.process.start()
         except BaseException:  # also an interrupt that came meanwhile
             self.log.close()
@@ -247,7 +248,7 @@ def _may_fork() -> bool:
 
 
 @contextmanager
-def _no_interrupt(method: str) -> Iterator[None]:
+def _masked_interrupt(method: str) -> Iterator[None]:
     """Start processes in here, so that Ctrl-C in the terminal does not kill them before they ignore it."""
     if method == "spawn":
         resource_tracker.ensure_running()  # which, started with the first process, would unblock the signal
