@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 
 from forebay import Loader, Mixture
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset
+from forebay.dataset.slices import write_token_slice
 from forebay.load.options import SampleOptions
 from forebay.load.packing import DocumentSubset
+from forebay.mirror import mirror
 from forebay.order.footprint import num_requests
 from forebay.storage.origins import open_remote
 from support.origin_server import OriginServer
@@ -123,3 +126,22 @@ def test_a_road_keeps_its_promises(
     assert len(read) == (num_samples if len(names) == 1 else BATCH * STEPS)
     for name in counts:
         assert abs(planned[name] - counts[name]) <= 0.2 * counts[name], name
+
+
+@pytest.mark.parametrize("origin", [origin for origin in ORIGINS if ORIGINS[origin] == 1 and origin != "cached"])
+def test_a_dataset_without_documents_is_copied(origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file of lengths is empty, so that a server refuses a request for the first byte."""
+    source = tmp_path / "served/set"
+    source.mkdir(parents=True)
+    write_token_slice(source / "0.safetensors", np.arange(99, dtype=np.uint16), np.zeros(0, np.uint64))
+    import_slices(source, "set")
+    shutil.copytree(source, tmp_path / "served" / HUB / "set")
+    with OriginServer(tmp_path / "served") as server, ExitStack() as stack:
+        for name, value in {**server.s3_environment, "HF_ENDPOINT": server.url}.items():
+            monkeypatch.setenv(name, value)
+        bases = {"bucket": server.s3_url, "hub": "hf://datasets/me/roads", "http": server.url}
+        url = f"{bases.get(origin, tmp_path / 'served')}/set"
+        dataset = serve(tmp_path, stack, {"set": url})["set"] if origin == "a data node" else open_remote(url)
+        assert mirror(dataset, tmp_path / "copy").complete
+    copied = open_dataset(tmp_path / "copy")
+    assert copied.verify().ok and list(map(list, copied.all_document_ends())) == [[]]

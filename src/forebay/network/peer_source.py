@@ -72,7 +72,12 @@ class PeerSource(Origin):
 
     def size(self, name: str) -> int:
         byte = memoryview(bytearray(1))
-        return self._ask(self.client.read_range, self._file_path(name), byte, 0, self.peer_id, self.stall_s)
+        try:
+            return self._ask(self.client.read_range, self._file_path(name), byte, 0, self.peer_id, self.stall_s)
+        except PermanentError as error:
+            if error.status != 416:
+                raise
+            return 0  # An empty file has no first byte.
 
     def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -100,7 +105,11 @@ def _classify_error(url: str, error: NetworkError) -> NetworkError:
     elif isinstance(error, RemoteError):
         is_busy = error.status in (429, 503)
         is_final = error.status < 500 and not is_busy
-        converted = PermanentError(text) if is_final else TransientError(text, wait_s=error.wait_s, throttled=is_busy)
+        converted = (
+            PermanentError(text, status=error.status)
+            if is_final
+            else TransientError(text, wait_s=error.wait_s, throttled=is_busy)
+        )
     converted.__cause__ = error
     return converted
 

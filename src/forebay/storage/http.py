@@ -89,7 +89,15 @@ class WebOrigin(ObjectOrigin):
 
     def head(self, name: str) -> ObjectMeta:
         """See ObjectOrigin. Requests one byte, as signed URLs often allow only GET."""
-        with self._open(name, {"Range": "bytes=0-0"}) as answer:
+        try:
+            return self._head(name, {"Range": "bytes=0-0"})
+        except PermanentError as error:
+            if error.status != 416:
+                raise
+            return self._head(name, {})  # An empty object has no first byte.
+
+    def _head(self, name: str, headers: Mapping[str, str]) -> ObjectMeta:
+        with self._open(name, headers) as answer:
             content_range = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", answer.headers.get("Content-Range", ""))
             size = int(content_range[1]) if content_range else answer.length if answer.status == 200 else None
             if size is None:

@@ -29,6 +29,13 @@ def reason(stderr: str) -> str:
     return errors[0].removeprefix("forebay: ")
 
 
+def exit_status(arguments: str) -> int:
+    try:
+        return main(arguments.split())
+    except SystemExit as error:  # The parser's.
+        return int(error.code or 0)
+
+
 def prepare(out: Path, *arguments: object, **environment: str) -> dict:
     """A preparation with `--json`; what it says of itself adds up."""
     done = run_command("prepare", *arguments, "--out", out, "--workers", 1, "--quiet", "--json", **environment)
@@ -63,7 +70,7 @@ def test_wrong_arguments_are_told_in_one_line(tmp_path: Path, capsys: pytest.Cap
         (f"{start} --tokenizer bytes --write-ids {path}/ids", "a.jsonl", 1),
         (f"prepare --tokenizer bytes --out {tmp_path}/d", "expected inputs", 2),
     ):
-        assert main(arguments.split()) == code
+        assert exit_status(arguments) == code
         assert message in reason(capsys.readouterr().err)
     assert not (tmp_path / "d/.work").exists()
 
