@@ -159,6 +159,11 @@ class ChunkFeed:
         with self._changed:
             return all(map(self._is_complete, plan.waiting))
 
+    def is_ready(self, plan: PlanNeeds, step: int) -> bool:
+        """Return whether all that a plan needs so far for its steps up to `step` is here."""
+        with self._changed:
+            return not self._missing(plan, step)
+
     def has_bytes(self, key: int, plan: PlanNeeds) -> bool:
         """Whether what a plan needs of a slice so far is here."""
         with self._changed:

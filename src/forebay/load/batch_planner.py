@@ -126,7 +126,7 @@ class BatchPlanner:
         self._close_except(self._open - {key})
 
     def _plan_ahead(self) -> None:
-        """Plan the next steps: with a cache, all those whose chunks are to be fetched now."""
+        """Plan the next steps: with a cache, all those whose chunks are to be fetched now, or until a batch is due."""
         while not self._queue or (self.source.is_known and self._slices.planned_bytes < self._slices.ahead_bytes):
             plan = self.source.plan(self._next_step, self._num_steps)
             if plan is None:
@@ -155,6 +155,8 @@ class BatchPlanner:
             self._queue.append(plan)
             if len(self._queue) == 1:
                 self._slices.fetch()
+            elif self._slices.is_ready(self._queue[0].needs, 0):
+                break  # The others are planned after it.
         self._slices.fetch()
 
     def _need(self, plan: StepPlan, earlier: Sequence[StepPlan]) -> None:

@@ -188,3 +188,14 @@ def test_a_cache_that_cannot_be_written_or_is_deleted_under_a_running_loader(
             assert str(tmp_path / "cache") in str(error)
             result += read_samples(loader, SAMPLES)
     assert result == read_samples(Loader(data, **ONE_BY_ONE), SAMPLES)
+
+
+def test_a_batch_that_is_due_does_not_wait_for_the_plans_of_an_epoch(server: OriginServer, tmp_path: Path) -> None:
+    cache = {"cache_dir": tmp_path / "cache", "cache_bytes": 64 * SLICES * SLICE_BYTES}
+    with Loader(server.url, seq_len=SEQ_LEN, batch_size=1, **cache) as loader:
+        list(loader)
+        planned = []
+        for _ in loader.iterate(prefetch=0):
+            planned.append(loader._slices.planned_bytes // (SEQ_LEN * 4))  # In samples.
+        num_samples = SLICES * SAMPLES
+        assert planned[0] < num_samples // 8 and max(planned) > num_samples // 2
