@@ -27,8 +27,11 @@ _COUNTED_DEMAND, _COUNTED_STEPS = 1 << 17, 4096  # Samples and steps, at most, w
 _OPEN_CHUNKS = 2  # Beside its window, a lane has parts of so many chunks open.
 FIRST_REQUEST_BYTES = 64 << 10  # A request for the first steps; for each plan after them four times as many,
 MAX_REQUEST_BYTES = 4 << 20  # at most so many,
+_BROKEN = 0.85  # Requests of a part of a slice beside those that its bytes need: it comes into reach by and by.
 _HASHES_OF_PARTS, _HASHES_OF_ALL = 1.0, 0.25  # Requests for hashes of chunks, by slice: of several nodes, of one.
 REQUESTS_OF_CACHE = 16  # and such a part of the cache.
+FREE_HASHES = 1 << 13
+"""The number of hashes of chunks (256 KiB) that come with the first one that a reader asks for."""
 
 
 @dataclass(frozen=True)
@@ -124,23 +127,32 @@ class Footprint:
         reach = ahead_bytes * self.part / node.num_lanes + order.window_samples * size.sample_bytes / 2
         limit = max(size.chunk_bytes, min(MAX_REQUEST_BYTES, cache_bytes // REQUESTS_OF_CACHE, reach))
         lanes = sum(of.count * of.num_lanes for of in self.nodes)
-        pieces = lanes if reach < self.num_bytes / order.num_lanes else self.num_nodes if self.num_nodes > 1 else 0
+        is_long = reach < self.num_bytes / order.num_lanes  # A lane is longer than what is fetched of it at once.
+        pieces = lanes if is_long else int(lanes * self.part) if self.num_nodes > 1 else 0
         epoch, num_samples = order.epoch_at(0), order.num_samples
         stops = np.cumsum(order.samples_per_slice[epoch.slices])
         parts = np.diff(np.union1d(stops, np.arange(pieces + 1) * num_samples // max(1, pieces))) * size.sample_bytes
         again = self.fetch_ratio(cache_bytes) / max(1.0, self.fetch_ratio(self.num_bytes))
         first = min(limit, self.num_bytes / order.num_lanes, float(parts.mean())) / FIRST_REQUEST_BYTES
-        slices = again * np.ceil(parts / limit).sum() + lanes * max(0.0, np.log2(max(1.0, first)) - 1) / 2
+        requests = (parts / limit).astype(np.float64)
+        requests = np.maximum(1, requests + _BROKEN) if pieces else np.ceil(requests)
+        slices = again * requests.sum() + lanes * max(float(first > 1), (np.log2(max(1.0, first)) - 1) / 3)
         hashed = len(parts) if size.chunk_bytes < self.num_bytes / len(stops) else 0  # Those of neighbours come, too.
         slices += len(parts) * (self.has_heads and parts.mean() > FIRST_REQUEST_BYTES)
+        if self._has_few_chunks:
+            return int(slices + min(hashed, self.num_nodes))
         return int(slices + hashed * (_HASHES_OF_PARTS if self.num_nodes > 1 else _HASHES_OF_ALL))
+
+    @property
+    def _has_few_chunks(self) -> bool:
+        return self.num_bytes <= FREE_HASHES * self.order.size.chunk_bytes
 
     def _requests_in_order(self) -> int:
         """A node reads each slice at once, in pieces where whole chunks lie between its parts of two steps."""
         order, nodes, chunk_bytes = self.order, self.num_nodes, self.order.size.chunk_bytes
         slices, between = np.count_nonzero(order.samples_per_slice), order.global_batch * order.size.sample_bytes
         pieces = order.steps_per_epoch * min(1.0, max(0.0, between * (nodes - 1) / nodes / chunk_bytes - 1))
-        return nodes * int(slices + pieces + np.log2(slices + 1))
+        return nodes * int(slices + pieces + (1 if self._has_few_chunks else np.log2(slices + 1)))
 
     def cause(self, cache_bytes: int) -> str:
         """Why more than the dataset is fetched."""

@@ -22,6 +22,7 @@ from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, MAX_MANIFEST_B
 from forebay.dataset.reader import LEAVES_AT_ONCE, Dataset, local_path
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.order.footprint import FREE_HASHES
 from forebay.plugins import load_plugin, plugins
 from forebay.storage.addresses import BUCKET_SCHEMES
 from forebay.storage.base import (
@@ -125,7 +126,7 @@ class RemoteDataset(Dataset):
         self.has_peers = origin.url.startswith("forebay://")
         self._leaves = OrderedDict[int, bytes]()  # Those of slices that were not asked for yet.
         self._have_leaves = np.zeros(len(table), bool)
-        self._leaves_lock, self._more_leaves = threading.Lock(), 0
+        self._leaves_lock, self._more_leaves = threading.Lock(), FREE_HASHES
 
     def slice_path(self, index: int) -> NoReturn:
         """Raise UsageError: a slice of a remote dataset has no local file."""
@@ -174,7 +175,7 @@ class RemoteDataset(Dataset):
     def leaves(self, index: int) -> bytes:
         """As of a local dataset. With them come those of neighbours that were not read yet.
 
-        What comes in vain is at most twice what was asked for.
+        What comes in vain is at most `FREE_HASHES`, and twice what was asked for.
         """
         edges = self.first_chunks
         size = int(edges[index + 1] - edges[index])

@@ -69,10 +69,17 @@ def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> Non
         remote.leaves(1)
 
 
+def test_those_of_a_small_dataset_come_with_one_request(dataset: Dataset, server: OriginServer) -> None:
+    remote = open_remote(f"{server.url}/corpus")
+    assert [remote.leaves(index) for index in (2, 0, 1)] == [dataset.leaves(index) for index in (2, 0, 1)]
+    assert server.requests[f"corpus/{CHUNKS_FILE}"] == 1
+
+
 def test_members_read_leaves_by_range_from_a_data_node(
     dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forebay.dataset.reader.LEAVES_AT_ONCE", 6)
+    monkeypatch.setattr("forebay.storage.origins.FREE_HASHES", 0)
     discovery = LocalDiscovery()
     with DataNode(make_identity("node"), [dataset], HOST, 0, discovery) as node:
         reader = make_identity("reader")
