@@ -173,7 +173,7 @@ class RemoteDataset(Dataset):
         return opened
 
     def leaves(self, index: int) -> bytes:
-        """As of a local dataset. With them come those of neighbours that were not read yet.
+        """As of a local dataset. With them come those of neighbours that were not read yet. Errors as of `Origin.read`.
 
         What comes in vain is at most `FREE_HASHES`, and twice what was asked for.
         """
@@ -191,9 +191,9 @@ class RemoteDataset(Dataset):
             while start and not self._have_leaves[start - 1] and edges[stop] - edges[start - 1] <= limit:
                 start -= 1
             try:
-                leaves = self._leaves_of(start, stop)
+                leaves = super()._leaves_of(start, stop)
             except DatasetError:  # Another of the slices may be wrong.
-                start, stop, leaves = index, index + 1, self._leaves_of(index, index + 1)
+                start, stop, leaves = index, index + 1, super()._leaves_of(index, index + 1)
             self._more_leaves -= int(edges[stop] - edges[start]) - size
             self._have_leaves[start:stop] = True
             self._leaves |= dict(zip(range(start, stop), leaves))
@@ -201,10 +201,14 @@ class RemoteDataset(Dataset):
                 self._leaves.popitem(last=False)
             return self._leaves.pop(index, leaves[index - start])
 
+    def _leaves_of(self, start: int, stop: int) -> list[bytes]:
+        """As of a local dataset; asks again for those of all slices. `leaves` does not: whoever fetches chunks does."""
+        return _PATIENCE.ask(lambda: super(RemoteDataset, self)._leaves_of(start, stop), f"{self.url}/{CHUNKS_FILE}")
+
     def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:
         start, num_bytes = first * HASH_BYTES, count * HASH_BYTES
         self.fetched_bytes, self.requests = self.fetched_bytes + num_bytes, self.requests + 1
-        yield read_small(self.origin, CHUNKS_FILE, num_bytes, start=start)
+        yield read_whole(self.origin, CHUNKS_FILE, start, start + num_bytes)
         sources = self.origin.sources()
         for source in sources if len(sources) > 1 else ():
             with suppress(NetworkError):

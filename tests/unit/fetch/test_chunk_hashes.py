@@ -19,7 +19,7 @@ from forebay.network.client import Client
 from forebay.network.peer import Provider
 from forebay.network.peer_source import PeerSource, verify_provider
 from forebay.network.pki.identity import Identity
-from forebay.storage.base import PermanentError
+from forebay.storage.base import PermanentError, TransientError
 from forebay.storage.origins import open_remote
 from support.local_discovery import LocalDiscovery
 from support.origin_server import OriginServer
@@ -65,7 +65,7 @@ def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> Non
     assert remote.verify().changed == [CHUNKS_FILE]
     (dataset.path / CHUNKS_FILE).unlink()
     assert remote.verify().missing == [CHUNKS_FILE]
-    with pytest.raises(DatasetError, match=CHUNKS_FILE):
+    with pytest.raises(PermanentError, match=CHUNKS_FILE):
         remote.leaves(1)
 
 
@@ -73,6 +73,15 @@ def test_those_of_a_small_dataset_come_with_one_request(dataset: Dataset, server
     remote = open_remote(f"{server.url}/corpus")
     assert [remote.leaves(index) for index in (2, 0, 1)] == [dataset.leaves(index) for index in (2, 0, 1)]
     assert server.requests[f"corpus/{CHUNKS_FILE}"] == 1
+
+
+def test_whoever_fetches_chunks_asks_for_their_hashes_again(dataset: Dataset, server: OriginServer) -> None:
+    remote = open_remote(f"{server.url}/corpus")
+    server.faults.drop = 1.0
+    with pytest.raises(TransientError):
+        remote.leaves(1)
+    server.faults.drop = 0.0
+    assert remote.leaves(1) == dataset.leaves(1)
 
 
 def test_members_read_leaves_by_range_from_a_data_node(
