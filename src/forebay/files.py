@@ -121,9 +121,12 @@ def remove_stale(directory: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process with this id exists."""
+    """Whether a process with this id exists and has not ended, though nobody may have asked for its exit code."""
     try:
         os.kill(pid, 0)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # Not Linux; or it ended just now.
+            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
+            return not state.startswith((b" Z", b" X"))
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # of another user, so it exists

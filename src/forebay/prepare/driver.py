@@ -354,6 +354,7 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
     lineage = lineage_of(run, sources, job.tokenizer)
     if (existing := _find_existing(run, output, sources, lineage)) is not None:
         if not run.is_member:
+            run.store.remove_stale()
             run.work.remove_all()
         return existing
     key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])

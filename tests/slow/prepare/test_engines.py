@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from forebay.errors import DatasetError, PrepareError
+from forebay.files import HOST, remove_stale
 from forebay.prepare.engines.base import Engine
 from forebay.prepare.engines.local import LocalEngine
 from support.waiting import until
@@ -271,3 +272,12 @@ with local.LocalEngine(2) as engine:
 def test_interrupt_of_a_program_with_threads_leaves_a_worker_no_half_of_its_settings() -> None:
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED_THREAD], capture_output=True, text=True)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt") and "EOFError" not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="has no /proc, which says that a process has ended")
+def test_a_process_that_has_ended_is_dead_before_anybody_asks_for_its_exit_code(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        (tmp_path / f".a.{HOST}.{process.pid}.{'0' * 8}.tmp").touch()
+        remove_stale(tmp_path)
+        assert list(tmp_path.iterdir()) == []

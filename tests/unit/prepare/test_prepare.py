@@ -8,6 +8,7 @@ import pytest
 
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
+from forebay.files import HOST
 from forebay.formats import text as lines
 from forebay.prepare.tasks import slicing
 from support.preparing import prepare, read_lines, write_jsonl
@@ -92,7 +93,11 @@ def test_tokenizer_without_eos_and_large_vocabulary(tmp_path: Path) -> None:
 
 
 def test_same_again_and_other_again(source: Path, tmp_path: Path) -> None:
-    first, again = (prepare(source, tmp_path / "d") for _ in range(2))
+    first = prepare(source, tmp_path / "d")
+    killed = tmp_path / f"d/slices/.000000.safetensors.{HOST}.{2**22 + 1}.00000000.tmp"  # Above all ids of processes.
+    killed.touch()
+    again = prepare(source, tmp_path / "d")
+    assert not killed.exists()
     assert not first.already_exists and again.already_exists and again.to_json() == first.to_json()
     for changes in ({"tokenizer": "train:300"}, {"slice_bytes": 8192}, {"name": "other"}):
         with pytest.raises(UsageError, match="holds dataset"):
