@@ -35,12 +35,14 @@ def deferred_signals() -> Iterator[None]:
             signal.signal(number, handlers[signal.Signals(number)])
             signal.raise_signal(number)
 
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not None]  # None: C code has it.
+    # One that is ignored stays so, also in a process that is started; None: C code handles it.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) not in (None, signal.SIG_IGN)]
     handlers = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if caught:
-            signal.raise_signal(caught[0])
+        for handled, handler in handlers.items():
+            signal.signal(handled, handler)
+        with contextlib.ExitStack() as stack:  # Handles all, also if the first raises.
+            for number in reversed(caught):
+                stack.callback(signal.raise_signal, number)

@@ -110,6 +110,7 @@ class ChunkCache(SharedState):
         self._foreign: tuple[object, float, bool] = (None, 0.0, True)
         self._num_sharers, self._counted_at = 1, -math.inf
         self.evicted_bytes = 0
+        self._is_miscounted = False  # Others removed a file that counts as stored.
 
     def close(self) -> None:
         """Release all pins and leave the cache; the next use enters it again. May be repeated."""
@@ -139,10 +140,12 @@ class ChunkCache(SharedState):
     def open(self, info: SliceInfo) -> ChunkFile:
         """The entry of a slice, made if it is absent. Raises UsageError if there is no space for it."""
         entry = self._entries.get(info.sha256)
-        if entry is not None and not entry.is_deleted:
+        if entry is not None and not entry.is_lost():
             return entry
         with self._lock:
             entry = self._open(info.sha256)
+            if self._is_miscounted:
+                self._recount(always=True)
             if entry is not None and entry.info.chunk_bytes != info.chunk_bytes:
                 self._delete(entry)
                 entry = None
@@ -233,20 +236,31 @@ class ChunkCache(SharedState):
 
     def complete(self, entry: ChunkFile, chunks: I64) -> None:
         """A fetch of claimed chunks ended: the present ones are stored, the others can be claimed again."""
-        with self._lock:
-            failed = chunks[entry.marks[chunks] >= FETCHING]
-            entry.marks[failed] = ABSENT
-            try:
-                with contextlib.suppress(FileNotFoundError):
-                    if len(failed):
-                        entry.punch(failed)  # A part of a chunk may be written.
-                    entry.record_write()
-            finally:
-                if not entry.is_deleted:
-                    self._stored += entry.size_of(entry.stored(chunks))
-                self._reserved[self._slot_number] -= entry.size_of(chunks)  # Last: a kill before it counts them twice.
-            self._claims.get(entry.info.sha256, set()).difference_update(chunks.tolist())
-            self.unpin([(entry, chunks)])
+        try:
+            with self._lock:
+                failed = chunks[entry.marks[chunks] >= FETCHING]
+                entry.marks[failed] = ABSENT
+                try:
+                    with contextlib.suppress(FileNotFoundError):
+                        if len(failed):
+                            entry.punch(failed)  # A part of a chunk may be written.
+                        entry.record_write()
+                finally:
+                    if not entry.is_deleted:
+                        self._stored += entry.size_of(entry.stored(chunks))
+                    # Last: a kill before it counts them twice.
+                    self._reserved[self._slot_number] -= entry.size_of(chunks)
+        finally:  # Also if the lock could not be taken: they can be claimed again.
+            with self._threads:
+                self._claims.get(entry.info.sha256, set()).difference_update(chunks.tolist())
+                self.unpin([(entry, chunks)])
+
+    def verify(self, entry: ChunkFile, chunks: I64) -> None:
+        """Hash chunks whose marks are not believed; the space of those that are wrong is free."""
+        if not entry.verify(chunks):
+            with self._lock, contextlib.suppress(FileNotFoundError):
+                entry.punch(np.flatnonzero(entry.marks == ABSENT))
+                self._recount(always=True)
 
     # Whole slices.
 
@@ -260,7 +274,7 @@ class ChunkCache(SharedState):
             self._entries[sha256] = entry
             everything = np.arange(entry.layout.num_chunks)
             entry.pin(everything, self._slot_number, self._generation)
-        entry.verify(everything)
+        self.verify(entry, everything)
         self.unpin([(entry, everything)])
         return entry.path if entry.is_complete() and not entry.is_deleted else None
 
@@ -323,13 +337,13 @@ class ChunkCache(SharedState):
                         entry.marks[unfinished] = ABSENT
                         entry.punch(unfinished)
                     stored += entry.path.stat().st_blocks * 512 + entry.layout.disk_bytes
-        self._stored = stored
+        self._stored, self._is_miscounted = stored, False
         self._reserved[dead] = 0
         return True
 
     def _open(self, sha256: str) -> ChunkFile | None:
         entry = self._entries.get(sha256)
-        if entry is not None and not entry.is_deleted and entry.path.exists():
+        if entry is not None and not entry.is_lost():
             return entry
         self._entries.pop(sha256, None)
         path, map_path = self.path_of(sha256), self._maps / sha256
@@ -340,7 +354,7 @@ class ChunkCache(SharedState):
                     return ChunkFile(path, map_path, info)
                 log.warning("%s: expected bytes of that id, got others. They are fetched again.", path)
         except FileNotFoundError:
-            pass
+            self._is_miscounted = map_path.exists()
         for file in (path, map_path):  # Not completed before a kill, truncated, or without its other half.
             with contextlib.suppress(FileNotFoundError):
                 num_bytes = file.stat().st_blocks * 512

@@ -78,6 +78,7 @@ class ChunkFile:
         self.leaves_lock = threading.Lock()  # One thread of this process reads them.
         self._has_leaves = n == 1 and bool(info.sha256)
         inode, time_ns, boot = _identity_of(path)
+        self._inode = path.stat().st_ino
         own_inode, own_time_ns, own_boot = self._identity()
         is_written = time_ns != own_time_ns and not (self.marks >= FETCHING).any()
         if (inode, boot) != (own_inode, own_boot) or is_written:
@@ -87,6 +88,13 @@ class ChunkFile:
     def is_deleted(self) -> bool:
         """Whether the file was removed from the cache; another one may have its name."""
         return bool(self._map[_DELETED_AT])
+
+    def is_lost(self) -> bool:
+        """Whether the file was removed, by the cache or by others: what is fetched from now on comes into another."""
+        try:
+            return self.is_deleted or self.path.stat().st_ino != self._inode
+        except OSError:
+            return True
 
     @property
     def has_leaves(self) -> bool:

@@ -149,6 +149,20 @@ class ChunkFeed:
         with self._changed:
             self._start_fetches()
 
+    def renew(self, plan: PlanNeeds) -> set[int]:
+        """Have what a plan needs of files that were deleted or replaced fetched again; return the keys of their slices.
+
+        Raises:
+            NoSpaceError: If the cache is full of what is pinned.
+        """
+        with self._changed:
+            lost = [group for group in plan.groups if group.entry is not None and group.entry.is_lost()]
+            if lost:
+                self._open_entries(lost)
+                plan.waiting += [group for group in lost if group not in plan.waiting]
+                plan.position = 0
+            return {group.key for group in lost}
+
     def take_error(self, plan: PlanNeeds) -> Exception | None:
         """Return the error of a fetch that a plan waits for, once."""
         with self._changed:
@@ -441,7 +455,7 @@ class ChunkFeed:
         entry, cache = group.entry, self._open_cache(self._settings)
         assert entry is not None
         if (entry.marks[chunks] == UNVERIFIED).any():
-            entry.verify(chunks)
+            cache.verify(entry, chunks)
         dataset, index = self.find(group.key)
         fetcher, providers = self._open_fetcher()
         claimed, self._no_room = cache.claim(entry, chunks)
@@ -464,8 +478,11 @@ class ChunkFeed:
 
     def _end_run(self, job: ChunkRun, error: Exception | None, notify: bool = True) -> None:
         cache, entry = self._cache, job.entry
-        if cache is not None:
-            cache.complete(entry, np.arange(job.first, job.stop))
+        try:
+            if cache is not None:
+                cache.complete(entry, np.arange(job.first, job.stop))
+        except UsageError as fault:  # The run has ended all the same.
+            error = error or fault
         with self._changed:
             group, _ = self._running.pop(job, (None, None))
             if group is None:

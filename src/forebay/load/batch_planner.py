@@ -25,7 +25,7 @@ from forebay.load.order_source import OrderSource, StepPlan
 from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
 from forebay.load.tokens import TokenCollator
-from forebay.order.footprint import FIRST_REQUEST_BYTES
+from forebay.order.footprint import FIRST_REQUEST_BYTES, MAX_REQUEST_BYTES
 
 PLAN_SAMPLES = 8192
 _PLANS_AHEAD = 3  # With a cache, so many plans at least are ahead.
@@ -148,7 +148,7 @@ class BatchPlanner:
             self._next_step = plan.stop
             # The chunks of the first steps come first.
             self._num_steps = min(self._plan_steps, 2 * self._num_steps)
-            self._run_bytes *= 4
+            self._run_bytes = min(4 * self._run_bytes, MAX_REQUEST_BYTES)
             if self._slices.cached:
                 steps = max(1, self._slices.ahead_bytes // _PLANS_AHEAD // self._step_bytes)
                 self._num_steps = min(self._num_steps, self._stride * steps)
@@ -188,8 +188,8 @@ class BatchPlanner:
             return
         keys = distinct[waiting]
         plan.unresolved = dict(zip(keys.tolist(), steps[first[waiting]].tolist()))
-        sizes = [self._collator.num_open_bytes(key, *reader.describe(key)) for key in keys.tolist()]
-        reader.need(plan.needs, keys, np.zeros(len(keys), np.int64), np.array(sizes, np.int64), steps[first[waiting]])
+        sizes = self._num_open_bytes(keys)
+        reader.need(plan.needs, keys, np.zeros(len(keys), np.int64), sizes, steps[first[waiting]])
         self._resolve(plan)
 
     def _token_ranges(self, keys: I64, samples: I64) -> tuple[I64, I64]:
@@ -199,11 +199,28 @@ class BatchPlanner:
         starts = table.token_starts[keys] + (samples + self._offsets[keys]) * seq_len * width
         return starts, np.minimum(starts + (seq_len + 1) * width, table.num_bytes[keys])
 
+    def _renew(self, plan: StepPlan) -> None:
+        """Close the slices of a plan whose files the cache has deleted, and need their headers again."""
+        lost = self._slices.renew(plan.needs)
+        stale = {key for key in self._open & plan.distinct if key in lost or self._slices.is_stale(key)}
+        if not stale:
+            return
+        self._close_except(self._open - stale)
+        keys = np.array(sorted(stale), np.int64)
+        self._slices.need(plan.needs, keys, np.zeros(len(keys), np.int64), self._num_open_bytes(keys), 0 * keys)
+
+    def _num_open_bytes(self, keys: I64) -> I64:
+        """How many bytes of each slice opening it reads."""
+        reader = self._slices
+        return np.array([self._collator.num_open_bytes(key, *reader.describe(key)) for key in keys.tolist()], np.int64)
+
     def _resolve(self, plan: StepPlan) -> None:
         """Open the slices whose documents are here, and say what the plan reads of them."""
         for key in list(plan.unresolved):
             if not self._slices.has_bytes(key, plan.needs):
                 continue
+            if key in self._open and self._slices.is_stale(key):
+                self._close_except(self._open - {key})
             if key not in self._open:
                 self._open_map(key)
             starts, stops = self._collator.byte_ranges(key, plan.samples[plan.keys == key])
@@ -254,6 +271,8 @@ class BatchPlanner:
             self._close_except(set().union(plan.distinct, *(queued.distinct for queued in self._queue)))
         while True:
             try:
+                if start == 0:
+                    self._renew(plan)
                 self._resolve(plan)
                 began = time.perf_counter()
                 stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
@@ -310,6 +329,7 @@ class BatchPlanner:
         for key in self._open.difference(used):
             self._open.remove(key)
             self._collator.close(key)
+            self._slices.close_slice(key)
 
     def _plan_fewer(self) -> None:
         """Plan one step, then more again, at most half as many as until now."""

@@ -12,8 +12,9 @@ from forebay.arrays import BOOL, I64
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, view_slice
-from forebay.errors import DatasetError
+from forebay.errors import DatasetError, UsageError
 from forebay.fetch.cache import CacheSettings, ChunkCache
+from forebay.fetch.chunk_file import PRESENT, ChunkFile
 from forebay.fetch.feed import ChunkFeed
 from forebay.fetch.runs import Providers
 from forebay.load.arguments import ranks_per_node
@@ -48,6 +49,7 @@ class SliceReader(ChunkFeed):
     def after_fork(self) -> None:
         super().after_fork()
         self._verified: set[int] = set()  # Keys of local slices.
+        self._mapped: dict[int, ChunkFile] = {}  # By key: the file of the cache that a slice was opened from last.
         self._readahead: ThreadPoolExecutor | None = None
         self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
 
@@ -74,18 +76,29 @@ class SliceReader(ChunkFeed):
         """(row of the table, bytes of a token) of a slice."""
         return self.chunks.row(key), int(self.chunks.token_bytes[key])
 
+    def close_slice(self, key: int) -> None:
+        """A slice that was opened is not used any more."""
+        self._mapped.pop(key, None)
+
+    def is_stale(self, key: int) -> bool:
+        """Whether an open slice is to be opened again, as the cache deleted its file: other chunks are in a new one."""
+        return key in self._mapped and self._mapped[key].is_lost()
+
     def open(self, key: int) -> tuple[int, Slice]:
         """(index in its dataset, mapped slice); its header must be here.
 
         Raises:
             DatasetError: If it is missing, or not a slice of the dataset.
+            UsageError: If the cache's file was deleted meanwhile.
         """
         dataset, index = self.find(key)
         if not self.is_cached(key):
             return index, dataset.map_slice(index)
         row = dataset.table.row(index)
         with self._changed:
-            entry = self._open_cache(self._settings).open(row)
+            entry = self._mapped[key] = self._open_cache(self._settings).open(row)
+            if entry.marks[0] != PRESENT:
+                raise UsageError(f"cache: {entry.path} was deleted while it was in use. Run the loop again.")
         try:
             opened = view_slice(entry.data, entry.path)
             dataset.check_slice(row, opened)

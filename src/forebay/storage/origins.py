@@ -36,6 +36,7 @@ from forebay.storage.base import (
     read_small,
     read_whole,
 )
+from forebay.storage.locks import at_fork
 
 ORIGINS = {"forebay": "forebay.network.peer_dataset:open_peers"}
 """The openers of schemes that are not of storage, called with the URL, `timeouts` and what `open_origin` was given."""
@@ -126,7 +127,13 @@ class RemoteDataset(Dataset):
         self.has_peers = origin.url.startswith("forebay://")
         self._leaves = OrderedDict[int, bytes]()  # Those of slices that were not asked for yet.
         self._have_leaves = np.zeros(len(table), bool)
-        self._leaves_lock, self._more_leaves = threading.Lock(), FREE_HASHES
+        self._more_leaves = FREE_HASHES
+        self.after_fork()
+        at_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: a request of the parent had the lock, maybe."""
+        self._leaves_lock = threading.Lock()
 
     def slice_path(self, index: int) -> NoReturn:
         """Raise UsageError: a slice of a remote dataset has no local file."""
@@ -182,19 +189,20 @@ class RemoteDataset(Dataset):
         if size == 1:
             return super().leaves(index)
         with self._leaves_lock:
-            self._more_leaves += 2 * size
+            more = self._more_leaves + 2 * size
             if index in self._leaves:
+                self._more_leaves = more
                 return self._leaves.pop(index)
-            limit, (start, stop) = min(size + self._more_leaves, LEAVES_AT_ONCE), (index, index + 1)
+            limit, (start, stop) = min(size + more, LEAVES_AT_ONCE), (index, index + 1)
             while stop < self.num_slices and not self._have_leaves[stop] and edges[stop + 1] - edges[start] <= limit:
                 stop += 1
             while start and not self._have_leaves[start - 1] and edges[stop] - edges[start - 1] <= limit:
                 start -= 1
             try:
                 leaves = super()._leaves_of(start, stop)
-            except DatasetError:  # Another of the slices may be wrong.
+            except (DatasetError, PermanentError):  # Another of the slices may be wrong, or absent.
                 start, stop, leaves = index, index + 1, super()._leaves_of(index, index + 1)
-            self._more_leaves -= int(edges[stop] - edges[start]) - size
+            self._more_leaves = more - (int(edges[stop] - edges[start]) - size)
             self._have_leaves[start:stop] = True
             self._leaves |= dict(zip(range(start, stop), leaves))
             while len(self._leaves) > max(1, _MAX_LEAVES // size):
@@ -202,7 +210,7 @@ class RemoteDataset(Dataset):
             return self._leaves.pop(index, leaves[index - start])
 
     def _leaves_of(self, start: int, stop: int) -> list[bytes]:
-        """As of a local dataset; asks again for those of all slices. `leaves` does not: whoever fetches chunks does."""
+        """As of a local dataset; asks again, for all slices. `leaves` does not: the fetch of the chunks does."""
         return _PATIENCE.ask(lambda: super(RemoteDataset, self)._leaves_of(start, stop), f"{self.url}/{CHUNKS_FILE}")
 
     def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:

@@ -75,12 +75,29 @@ def test_those_of_a_small_dataset_come_with_one_request(dataset: Dataset, server
     assert server.requests[f"corpus/{CHUNKS_FILE}"] == 1
 
 
-def test_whoever_fetches_chunks_asks_for_their_hashes_again(dataset: Dataset, server: OriginServer) -> None:
+def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, server: OriginServer) -> None:
     remote = open_remote(f"{server.url}/corpus")
     server.faults.drop = 1.0
-    with pytest.raises(TransientError):
-        remote.leaves(1)
+    for _ in range(2):
+        with pytest.raises(TransientError):
+            remote.leaves(1)
     server.faults.drop = 0.0
+    assert remote.leaves(1) == dataset.leaves(1)
+
+
+def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset: Dataset, server: OriginServer) -> None:
+    expected = [dataset.leaves(index) for index in range(3)]
+    (dataset.path / CHUNKS_FILE).write_bytes((dataset.path / CHUNKS_FILE).read_bytes()[:-1])
+    remote = open_remote(f"{server.url}/corpus")
+    assert [remote.leaves(0), remote.leaves(1)] == expected[:2]
+    with pytest.raises((DatasetError, PermanentError, TransientError), match=CHUNKS_FILE):
+        remote.leaves(2)
+
+
+def test_a_child_does_not_wait_for_a_request_of_its_parent(dataset: Dataset, server: OriginServer) -> None:
+    remote = open_remote(f"{server.url}/corpus")
+    remote._leaves_lock.acquire()
+    remote.after_fork()
     assert remote.leaves(1) == dataset.leaves(1)
 
 

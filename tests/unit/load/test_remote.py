@@ -1,5 +1,6 @@
 """Loaders that read over HTTP: damage anywhere, outages, first batches, caches that cannot be used."""
 
+import errno
 import hashlib
 import logging
 import os
@@ -15,8 +16,10 @@ import pytest
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.fetch import cache_state
 from forebay.load.loader import Loader
 from forebay.load.options import CacheOptions, OrderOptions
+from forebay.storage.locks import Lock
 from support.chunk_checks import check_chunks
 from support.feeding import check_cache, list_ids, make_dataset, read_samples
 from support.origin_server import OriginServer
@@ -199,3 +202,74 @@ def test_a_batch_that_is_due_does_not_wait_for_the_plans_of_an_epoch(server: Ori
             planned.append(loader._slices.planned_bytes // (SEQ_LEN * 4))  # In samples.
         num_samples = SLICES * SAMPLES
         assert planned[0] < num_samples // 8 and max(planned) > num_samples // 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "seq_len", "batch_size", "masks", "cache_bytes"),
+    [((20, 16, 256), 64, 8, False, 158_779), ((6, 32, 512), 256, 4, True, 90_000)],
+)
+def test_a_file_that_the_cache_deletes_and_makes_again_is_read_anew(
+    tmp_path: Path, shape: tuple[int, int, int], seq_len: int, batch_size: int, masks: bool, cache_bytes: int
+) -> None:
+    """A cache that evicts all chunks of slices that are open: tokens are compared, not ids alone."""
+    folder = make_dataset(tmp_path / "small", *shape)
+    loaders = {"seq_len": seq_len, "batch_size": batch_size, "seed": 47, "document_masks": masks}
+    expected = [batch.inputs for batch in Loader(folder, **loaders)]
+    with OriginServer(folder) as server:
+        cache = {"cache_dir": tmp_path / "cache", "cache_bytes": cache_bytes}
+        with Loader(server.url, **loaders, **cache) as loader:
+            read = [batch.inputs for batch in loader]
+    assert loader.stats()["evicted_bytes"] > 0
+    assert [inputs.tolist() for inputs in read] == [inputs.tolist() for inputs in expected]
+
+
+@pytest.mark.parametrize("pattern", ["", "*"])
+def test_files_that_others_delete_are_fetched_again(server: OriginServer, tmp_path: Path, pattern: str) -> None:
+    cache, loaders = tmp_path / "cache", {"seq_len": SEQ_LEN, "batch_size": 4, "document_masks": True}
+    expected = [batch.inputs.tolist() for batch in Loader(server.directory, **loaders)]
+    read = []
+    with Loader(server.url, **loaders, cache_dir=cache, cache_bytes=3 * SLICE_BYTES) as loader:
+        for batch in loader.iterate(prefetch=0):
+            read.append(batch.inputs.tolist())
+            if len(read) == 5:
+                for path in cached_slices(cache) if pattern else [cache]:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert read == expected
+
+
+def test_a_fetch_whose_end_the_cache_cannot_record_is_done_again(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> Lock:
+        if threading.current_thread().name.startswith("fetch-") and next(faults, None):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return acquire(path)
+
+    faults, acquire = iter([True]), cache_state.acquire
+    monkeypatch.setattr(cache_state, "acquire", fail)
+    slices, hidden = [path for path in own.iterdir() if path.suffix == ".safetensors"], tmp_path / "hidden"
+    hidden.mkdir()
+    with OriginServer(own) as server, Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE) as loader:
+        for path in slices:
+            path.rename(hidden / path.name)
+        with pytest.raises(NetworkError, match="404"):
+            list(loader)
+        for path in slices:
+            (hidden / path.name).rename(path)
+        assert next(faults, None) is None  # A fetch ended with it.
+        assert len(list(loader)) == len(loader)
+        until(lambda: loader.stats()["in_flight"] == 0)
+
+
+def test_wrong_chunks_of_a_cache_do_not_count_as_stored(server: OriginServer, tmp_path: Path) -> None:
+    cached = []
+    for _ in range(2):
+        cache = CacheOptions(verify="open")
+        with Loader(
+            server.url, cache_dir=tmp_path, cache_bytes=2 * SLICES * SLICE_BYTES, cache=cache, **ONE_BY_ONE
+        ) as loader:
+            assert len(list(loader)) == len(loader)
+            cached.append(loader.stats()["cached_bytes"])
+        for path in cached_slices(tmp_path):
+            path.write_bytes(bytes(path.stat().st_size))
+    assert cached[1] <= cached[0] + 4096 * SLICES
