@@ -31,6 +31,7 @@ from forebay.errors import DatasetError, IntegrityError, NetworkError, ProtocolE
 from forebay.fetch.chunk_file import PRESENT, UNVERIFIED
 from forebay.fetch.runs import (
     ChunkRun,
+    HashesError,
     NoProviderError,
     SourceStats,
     TransferCancelledError,
@@ -207,7 +208,7 @@ class RunFetcher(Closing):
             was_taken, run.source = run.attempt != attempt, None
         with self._changed:
             stats.active -= 1
-            self.attempts += 1
+            self.attempts += not isinstance(fault, HashesError)  # Else nothing was asked for.
             if was_taken:
                 self._num_abandoned -= 1
                 return None
@@ -219,6 +220,8 @@ class RunFetcher(Closing):
                 run.tries, state.last_byte_at = 0, now
             if fault is None:
                 stats.record_success(self.connections)
+            elif isinstance(fault, HashesError):
+                run.tries += 1
             elif isinstance(fault, TransientError) and fault.throttled:
                 run.tries += 1
                 stats.record_overload(now, began_at, fault.wait_s, self._backoff)
@@ -238,12 +241,14 @@ class RunFetcher(Closing):
             log.warning("%s", fault)
         if isinstance(fault, (ProtocolError, PermanentError)):
             state.refused[source.url] = str(fault)
-        if not run.has_ended and run.origin.report(source, fault):
+        if not (run.has_ended or isinstance(fault, HashesError)) and run.origin.report(source, fault):
             state.looked_up_at = float("-inf")
         if self._is_timed_out(run, now):
             return self._end(run, self._timed_out(run, now), fault)
-        throttled = isinstance(fault, TransientError) and fault.throttled
-        return self._again(run, 0.0 if progress > 0 or throttled else self._backoff(max(1, run.tries)))
+        if progress > 0 or (isinstance(fault, TransientError) and fault.throttled):
+            return self._again(run, 0.0)
+        pause_s = fault.wait_s if isinstance(fault, HashesError) else 0.0
+        return self._again(run, max(pause_s, self._backoff(max(1, run.tries))))
 
     def _take_over(self) -> None:
         """Request the rest of each run again whose source is silent or slow, if another would end it much sooner."""
@@ -375,8 +380,10 @@ class RunFetcher(Closing):
             for read in (partial(source.leaves, run.name, info), run.read_leaves) if not entry.has_leaves else ():
                 try:
                     leaves = read()
-                except TransientError:  # It would not send the chunks now, either.
-                    raise
+                except TransientError as error:
+                    if read is not run.read_leaves:
+                        raise  # The source would not send the chunks now, either.
+                    raise HashesError(str(error), wait_s=error.wait_s) from error
                 except (DatasetError, NetworkError) as error:
                     reason = str(error) if reason == "got none" else f"{reason}; {error}"
                     continue

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.chunk_file import ChunkFile
-from forebay.storage.base import Origin
+from forebay.storage.base import Origin, TransientError
 
 _NEW_WEIGHT = 0.3
 _MIN_SAMPLE_BYTES = 64 << 10  # shorter responses say nothing about speed
@@ -95,6 +95,10 @@ class TransferCancelledError(NetworkError):
 
 class WrongBytesError(ProtocolError, IntegrityError):
     """A source sent bytes that do not have their hash."""
+
+
+class HashesError(TransientError):
+    """The hashes of a slice's chunks do not come now; the source of the chunks is not to blame."""
 
 
 class NoProviderError(NetworkError):

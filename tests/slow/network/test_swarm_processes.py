@@ -23,7 +23,7 @@ with DataNode(Identity.load(folder), [open_remote(source)], "127.0.0.1", 0, None
     print(json.dumps({"address": node.address}), flush=True)
     sys.stdin.read()
 """
-# Whoever has everything before others begin would leave, and take its copies along: all begin together.
+# All begin together, before a slice is assigned: a member that has everything leaves, and takes its copies along.
 MEMBER = """
 import json, sys
 from forebay.dataset.reader import open_dataset
@@ -32,15 +32,11 @@ from forebay.storage.hosts import parse_address
 from forebay.storage.origins import open_remote
 from support.local_discovery import LocalDiscovery
 folder, address, out = sys.argv[1:]
-began = []
-def wait_for_others(num_bytes):
-    if num_bytes and not began:
-        began.append(True)
-        print('{"began": true}', flush=True)
-        sys.stdin.readline()
 discovery = LocalDiscovery(addresses=[parse_address(address)])
 dataset = open_remote("forebay://test/tiny", identity=folder, discovery=discovery, from_urls="any")
-report, figures = mirror_by_swarm(dataset, out, share=True, on_progress=wait_for_others, linger_s=30.0)
+print('{"began": true}', flush=True)
+sys.stdin.readline()
+report, figures = mirror_by_swarm(dataset, out, share=True, linger_s=30.0)
 verified = report.complete and open_dataset(out).verify(workers=1).ok
 print(json.dumps({"verified": verified, **figures}), flush=True)
 """

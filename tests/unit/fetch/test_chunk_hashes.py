@@ -1,6 +1,7 @@
 """The hashes of chunks over a network: read by range, copied by a mirror, refused from a peer that lies."""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,25 @@ def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, serve
             remote.leaves(1)
     server.faults.drop = 0.0
     assert remote.leaves(1) == dataset.leaves(1)
+
+
+def test_hashes_that_come_late_blame_no_source(
+    dataset: Dataset, server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, faults, reported = open_remote(f"{server.url}/corpus"), [TransientError("busy")], []
+
+    def read_leaves() -> bytes:
+        if faults:
+            raise faults.pop()
+        return remote.leaves(1)
+
+    monkeypatch.setattr(remote.origin, "report", lambda source, error: reported.append(error))
+    with RunFetcher(1) as fetcher:
+        part = tmp_path / "part"
+        transfer = FileTransfer(fetcher, remote.table.row(1), part, remote.origin, read_leaves=read_leaves)
+        transfer.run(threading.Event(), lambda received: None)
+        assert part.read_bytes() == dataset.slice_path(1).read_bytes()
+        assert (faults, reported, fetcher.attempts) == ([], [], 1)
 
 
 def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset: Dataset, server: OriginServer) -> None:
