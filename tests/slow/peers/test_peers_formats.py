@@ -22,7 +22,10 @@ from slow.peers.formats_peer import BLOCK
 from support.foreign_datasets import COLUMNS, DOCUMENTS, STOPS, STREAM, made_table, made_tokens, read_tokens
 
 PEERS = [path for path in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if path]
-pytestmark = pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no interpreter with others' libraries")
+pytestmark = [
+    pytest.mark.skipif(not PEERS, reason="FOREBAY_FORMAT_PEERS names no interpreter with others' libraries"),
+    pytest.mark.xdist_group("mosaicml"),  # Two of its readers that start at once take one name of shared memory.
+]
 
 
 TOKENS = made_tokens(STREAM, STOPS.tolist())
