@@ -121,7 +121,7 @@ def remove_stale(directory: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process with this id exists and has not ended, though its parent may not have read its exit code."""
+    """Return whether a process with this id runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # Not Linux; or it ended just now.

@@ -90,7 +90,7 @@ class ChunkFile:
         return bool(self._map[_DELETED_AT])
 
     def is_lost(self) -> bool:
-        """Whether the file was removed, by the cache or by others: what is fetched from now on comes into another."""
+        """Return whether the cache or another program removed the file; chunks are then fetched into a new one."""
         try:
             return self.is_deleted or self.path.stat().st_ino != self._inode
         except OSError:

@@ -116,7 +116,7 @@ class Refetches:
     def __init__(self, table: ChunkTable, run: Run) -> None:
         self.counts = {"refetched_chunks": 0, "refetched_bytes": 0}
         self._table, self._run = table, run
-        self._epochs: dict[int, int] = {}  # By dataset: the epoch of its bits.
+        self._epochs: dict[int, int] = {}  # The epoch that the bits of each dataset count.
         self._first = table.first[table.first_key].tolist()
         self._bits = [np.zeros(size // 8 + 1, np.uint8) for size in np.diff(self._first).tolist()]
         self._fetched_bytes, self._warned = 0, False

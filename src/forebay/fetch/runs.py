@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -117,15 +118,15 @@ class Sources(Protocol):
         """See Origin."""
 
 
-class Providers:
+class Providers(ABC):
     """Who sends the slices of a run, by key; in the process that made it."""
 
     passes_on = False
-    """Whether a slice is fetched as a whole, since others get it from here."""
+    """True if slices are fetched whole, because this process sends them to other members."""
 
+    @abstractmethod
     def origin(self, key: int) -> Sources:
-        """Return who sends a slice."""
-        raise NotImplementedError
+        """Return the sources of a slice."""
 
     def release(self, key: int, is_complete: bool) -> None:
         """Nothing more of a slice is fetched now; `is_complete`: all of it is here."""
@@ -135,7 +136,8 @@ class Providers:
         return {}
 
     def close(self) -> None:
-        """No slice is asked for any more. May be repeated."""
+        """End; no slice is asked for after it. May be repeated."""
+        return
 
 
 @dataclass(eq=False)

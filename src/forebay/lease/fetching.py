@@ -135,7 +135,7 @@ class LeaseFetches:
         self.job, self.leases, self._dataset = job, leases, job.dataset
         self._needs: dict[str, tuple[ActiveLease, PlanNeeds, float]] = {}  # by lease id; since when
         self.open_url = lru_cache(_MAX_URLS)(lambda url: open_untrusted_origin(url, job.from_urls))
-        # By slice, and by peer id or URL: why a source is not asked again; None if it was reported and is still asked.
+        # The keys are a slice, and a peer id or URL. None: the source was reported, and is still asked.
         self.faults = defaultdict[str, dict[str, NetworkError | None]](dict)
         self._num_misses, self._not_before = 0, 0.0
         self._starved_at: float | None = None

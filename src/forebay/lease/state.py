@@ -80,7 +80,7 @@ class ActiveLease:
 
     @property
     def ended(self) -> bool:
-        """Whether it is used up: it was dropped or has failed, and all that was taken before is used."""
+        """True if it was dropped or has failed, and all samples that were taken before are used."""
         return self.is_dropped or (bool(self.reason) and self.used == self.started)
 
     @property

@@ -49,7 +49,7 @@ class SliceReader(ChunkFeed):
     def after_fork(self) -> None:
         super().after_fork()
         self._verified: set[int] = set()  # Keys of local slices.
-        self._mapped: dict[int, ChunkFile] = {}  # By key: the file of the cache that a slice was opened from last.
+        self._mapped: dict[int, ChunkFile] = {}  # The cache file that each open slice maps.
         self._readahead: ThreadPoolExecutor | None = None
         self._advised: dict[int, tuple[int, int]] = {}  # By key: bytes that the kernel was told to read.
 
@@ -81,7 +81,7 @@ class SliceReader(ChunkFeed):
         self._mapped.pop(key, None)
 
     def is_stale(self, key: int) -> bool:
-        """Whether an open slice is to be opened again, as the cache deleted its file: other chunks are in a new one."""
+        """Return whether the file of an open slice was removed, so that the slice must be opened again."""
         return key in self._mapped and self._mapped[key].is_lost()
 
     def open(self, key: int) -> tuple[int, Slice]:
