@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime as dt
+import math
 import sys
 import time
 from argparse import Namespace
@@ -119,7 +120,7 @@ def _network_renew(args: Namespace) -> None:
         raise UsageError("renew: expected the directories of the issuer and of the node, or --issuer HOST:PORT and one")
     if args.issuer is not None:
         with log_while_waiting(log, lambda: f"an answer of the admission server at {args.issuer}"):
-            identity = renew_at(args.issuer, args.directories[0])
+            identity = renew_at(args.issuer, args.directories[0], until=math.inf)
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."

@@ -62,7 +62,7 @@ def open_page(listen: str, source: Source, record: Path | None = None, *, is_ope
             )
         print(f"forebay: plain HTTP on {listen}: any host that reaches it can read the page.", file=sys.stderr)
     recorded = None if record is None else RunRecord(record)
-    return Dashboard(source, host, port, record=recorded, any_host=is_open).start()
+    return Dashboard(source, host, port, record=recorded).start()
 
 
 def _dashboard(args: Namespace) -> None:

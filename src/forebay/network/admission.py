@@ -38,9 +38,17 @@ from forebay.peer_id import peer_id_of
 TIMEOUT_S = 10.0
 # Clients have no certificate yet: short time-outs, and connections of one address make room for others.
 LIMITS = ServerLimits(
-    connections=1024, connections_per_peer=1024, handshakes_per_address=512, requests_per_peer=64, requests_per_s=200.0,
-    body_bytes=256 << 10, idle_s=3.0, handshake_s=3.0, head_s=3.0, body_s=5.0, send_s=5.0,
-)  # fmt: skip
+    connections=1024,
+    connections_per_peer=128,
+    connections_per_organisation=256,
+    requests_per_s=200.0,
+    body_bytes=256 << 10,
+    idle_s=3.0,
+    handshake_s=3.0,
+    head_s=3.0,
+    body_s=5.0,
+    send_s=5.0,
+)
 USES_NAME = "admissions.jsonl"
 log = logging.getLogger("forebay.network")
 

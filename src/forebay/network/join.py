@@ -6,8 +6,11 @@ and is a secret until it is used up or expired. Keys never leave their machine.
 """
 
 import base64
+import itertools
 import json
+import logging
 import ssl
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from pydantic import TypeAdapter
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
-from forebay.network.client import Client
+from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
@@ -31,12 +34,15 @@ from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import Revocations
 from forebay.peer_id import peer_id_of
 from forebay.storage.hosts import parse_address
+from forebay.storage.retry import backoff_s, log_while_waiting
 
 MAX_TOKEN_CHARS = 64 << 10
 _PREFIX = "forebay1."
 MAX_ANSWER_BYTES = 8 << 20
 TIMEOUT_S = 20.0
 PENDING_KEY = "joining-key.pem"
+FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+log = logging.getLogger("forebay.network")
 ADMISSION = "admission.json"  # the address of the issuer's admission server
 
 
@@ -112,7 +118,8 @@ def check_token(text: str, public_key: bytes, now: float) -> JoinToken:
 def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     """Join a network with a new key and return the node, loaded.
 
-    A repeated attempt after a failure uses the same key, so that it uses the token once.
+    A repeated attempt after a failure uses the same key, so that it uses the token once. While the admission server is
+    busy (429, 503) the request is repeated until the token expires.
     """
     folder = Path(out_dir)
     check_new_node(folder, name)
@@ -122,23 +129,24 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
         write_key(pending, Ed25519PrivateKey.generate())
     key = read_key(pending)
     body = {"token": text, "name": name, "request": make_csr(key, name)}
-    answer = _post(token.address, token.issuer, "/v1/admit", body)
+    answer = _post(token.address, token.issuer, "/v1/admit", body, None, token.expires_at)
     atomic_write(folder / ADMISSION, json.dumps({"address": token.address}).encode())
     _write_node(folder, answer, key, token.network_id, token.issuer)
     pending.unlink()
     return Identity.load(folder)
 
 
-def renew_at(address: str, node_dir: str | Path) -> Identity:
+def renew_at(address: str, node_dir: str | Path, until: float = 0.0) -> Identity:
     """Renew a node's certificate at its issuer's admission server; peer id, scope and validity stay.
 
-    The node shows its certificate in the handshake.
+    The node shows its certificate in the handshake. While the server is busy the request is repeated `until` a time
+    (Unix seconds).
     """
     folder = Path(node_dir)
     node = Identity.load(folder)
     key = read_key(folder / "node-key.pem")
     issuer = node.org or node.network_id
-    answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, folder)
+    answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, folder, until)
     _write_node(folder, answer, key, node.network_id, issuer)
     return Identity.load(folder)
 
@@ -192,7 +200,9 @@ def make_csr(key: Ed25519PrivateKey, name: str) -> str:
     return request.public_bytes(Encoding.PEM).decode()
 
 
-def _post(address: str, issuer: str, path: str, body: dict[str, str], node_dir: Path | None = None) -> Any:
+def _post(
+    address: str, issuer: str, path: str, body: dict[str, str], node_dir: Path | None = None, until: float = 0.0
+) -> Any:
     """POST to an admission server that must have the issuer's key; shows the certificate in `node_dir`, if any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -201,5 +211,15 @@ def _post(address: str, issuer: str, path: str, body: dict[str, str], node_dir: 
     if node_dir is not None:
         context.load_cert_chain(node_dir / "node-cert.pem", node_dir / "node-key.pem")
     parse_address(address)
-    with Client(None, context=context, read_peer=certificates.peer_of) as client:
-        return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]
+    with (
+        Client(None, context=context, read_peer=certificates.peer_of) as client,
+        log_while_waiting(log, lambda: f"admission at {address}, which is busy"),
+    ):
+        for tried in itertools.count(1):
+            try:
+                return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]
+            except RemoteError as error:
+                wait_s = backoff_s(tried, FIRST_RETRY_S, MAX_RETRY_S, error.wait_s)
+                if error.status not in (429, 503) or time.time() + wait_s >= until:
+                    raise
+                time.sleep(wait_s)

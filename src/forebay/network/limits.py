@@ -25,12 +25,15 @@ MAX_REPLIES_PER_PEER = 64
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of one server. An organisation's apply to all its members together; the root's own members have none."""
+    """Limits of one server, by `Peer.party` and `Peer.group`; the root's own members have no group.
+
+    Without certificates a "peer" is an IP address (IPv6: a /64), an "organisation" a /24 (IPv6: a /48).
+    """
 
     connections: int = 256  # concurrent, handshakes included
-    connections_per_peer: int = 64  # per key
+    connections_per_peer: int = 64
     connections_per_organisation: int = 192
-    handshakes_per_address: int = 64  # unfinished, per IP address
+    handshakes_per_address: int = 64  # unfinished, per IP address or /64
     requests_per_peer: int = 64  # concurrent, long polls included
     requests_per_organisation: int = 192
     requests_per_s: float = 2000.0  # the burst is twice as many
@@ -39,6 +42,7 @@ class ServerLimits:
     organisation_bytes_per_s: float = 16e9
     upload_bytes_per_s: float = math.inf  # to all together
     body_bytes: int = 1 << 20  # per request
+    body_bytes_per_s: float = 4 << 20  # per peer, as reading them is work; the burst is twice as many
     idle_s: float = 60.0  # of a connection between requests
     handshake_s: float = 5.0  # for the client to complete it; likewise for a request's head and body
     head_s: float = 10.0
@@ -110,35 +114,46 @@ class RequestTable:
         self._by_org: Counter[str] = Counter()
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
-    def begin(self, peer: Peer, now: float) -> tuple[str, str, float] | None:
-        """Count a request, or return (code, reason, seconds) over a limit. Anonymous clients are one peer."""
+    def begin(self, peer: Peer, has_body: bool, now: float) -> tuple[str, str, float] | None:
+        """Count a request, or return (code, reason, seconds) over a limit."""
         limits = self.limits
-        bounds = [("peer", peer.peer_id, self._by_peer, limits.requests_per_peer, limits.requests_per_s)]
-        if peer.org:  # members of the root itself share no limits
+        party, group = peer.party, peer.group
+        bounds = [("peer", party, self._by_peer, limits.requests_per_peer, limits.requests_per_s)]
+        if group:  # members of the root itself share no limits
             max_num, rate = limits.requests_per_organisation, limits.organisation_requests_per_s
-            bounds.append(("organisation", peer.org, self._by_org, max_num, rate))
+            bounds.append(("organisation", group, self._by_org, max_num, rate))
         for kind, key, counts, max_num, rate in bounds:
             if counts[key] >= max_num:
                 text = f"{kind} {key}: expected at most {max_num} requests at once. Wait for their answers."
                 return "busy", text, 1.0
             if (wait_s := self._bucket(f"{kind} {key}", rate).try_take(1.0, now)) > 0:
                 return "rate", f"{kind} {key}: expected at most {rate:g} requests a second. Ask less often.", wait_s
+        if has_body and (wait_s := self._bodies(party).try_take(1.0, now)) > 0:
+            text = f"peer {party}: expected at most {limits.body_bytes_per_s:g} bytes of bodies a second. Send less."
+            return "rate", text, wait_s
         self.num_active += 1
-        self._by_peer[peer.peer_id] += 1
-        self._by_org[peer.org] += 1
+        self._by_peer[party] += 1
+        self._by_org[group] += 1
         return None
+
+    def count_body(self, peer: Peer, num_bytes: int, now: float) -> None:
+        """Count bytes of a body that were received."""
+        self._bodies(peer.party).take(num_bytes, now)
+
+    def _bodies(self, party: str) -> TokenBucket:
+        return self._bucket(f"bodies {party}", self.limits.body_bytes_per_s)
 
     def finish(self, peer: Peer) -> None:
         """End a request that `begin` counted."""
         self.num_active -= 1
-        decrease(self._by_peer, peer.peer_id)
-        decrease(self._by_org, peer.org)
+        decrease(self._by_peer, peer.party)
+        decrease(self._by_org, peer.group)
 
     def wait_for_bytes(self, peer: Peer, num_bytes: int, now: float) -> float:
         """Count bytes to send to a peer; return the seconds to wait before sending them."""
-        wait_s = self._bucket(f"bytes {peer.peer_id}", self.limits.bytes_per_s).take(num_bytes, now)
-        if peer.org:
-            of_org = self._bucket(f"bytes of {peer.org}", self.limits.organisation_bytes_per_s)
+        wait_s = self._bucket(f"bytes {peer.party}", self.limits.bytes_per_s).take(num_bytes, now)
+        if peer.group:
+            of_org = self._bucket(f"bytes of {peer.group}", self.limits.organisation_bytes_per_s)
             wait_s = max(wait_s, of_org.take(num_bytes, now))
         return wait_s if self._upload is None else max(wait_s, self._upload.take(num_bytes, now))
 

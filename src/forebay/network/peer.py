@@ -3,9 +3,11 @@
 No cryptography, so that these can be used without the packages of the extra `network`.
 """
 
+import ipaddress
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 ROLES = frozenset({"worker", "data", "scheduler", "admin"})
 
@@ -53,6 +55,16 @@ class Peer:
     valid_from: float = field(default=-math.inf, compare=False)
     valid_until: float = field(default=math.inf, compare=False)
 
+    @property
+    def party(self) -> str:
+        """To whom limits apply: the peer id; without a certificate the IP address, of IPv6 its /64."""
+        return self.peer_id or network_prefix(self.name, 32, 64)
+
+    @property
+    def group(self) -> str:
+        """To which parties limits apply together: an organisation; without a certificate the /24, of IPv6 the /48."""
+        return self.org if self.peer_id else network_prefix(self.name, 24, 48)
+
 
 @dataclass(frozen=True)
 class Provider:
@@ -72,6 +84,18 @@ class Provider:
     def is_url(self) -> bool:
         """Whether it is a web server or bucket, which serves names instead of hashes."""
         return "://" in self.address
+
+
+@lru_cache(4096)
+def network_prefix(ip: str, v4_bits: int, v6_bits: int) -> str:
+    """Return the network of an IP address, such as `10.1.2.0/24`; other texts as they are."""
+    try:
+        address = ipaddress.ip_address(ip.partition("%")[0])
+    except ValueError:
+        return ip
+    address = (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
+    bits = v4_bits if address.version == 4 else v6_bits
+    return str(ipaddress.ip_network((address, bits), strict=False))
 
 
 def member_id(peer_id: str, session: str) -> str:

@@ -67,7 +67,7 @@ class Server:
     peers: Callable[[], Sequence[str]] = tuple
 
     def __post_init__(self) -> None:
-        self._core = ServerCore(self.app, self.identity, self.limits or ServerLimits(), self.on_bytes)
+        self._core = ServerCore(self.app, self.identity, self.limits or ServerLimits(), self.on_bytes, self.host)
         self._trust: TrustWatch | None = None
         if self.identity is not None:
             add_trust_routes(self.app, self.identity)

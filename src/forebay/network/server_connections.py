@@ -2,29 +2,36 @@
 
 The order of a request: authenticate (certificate of the network, valid and not revoked, checked for each request),
 bound (rate and requests in flight, by certificate and organisation), authorize (the route's role), bound the body,
-parse. Nothing of a body is read before its sender is authorized.
+parse. Nothing of a body is read before its sender is authorized. A client without a certificate counts for its IP
+address, and its request once the body is here.
+
+The bytes that the parser was given and has not handed on are bounded in each of its states.
 
 Everything runs in the server's loop; there is no lock.
 """
 
 import asyncio
+import ipaddress
 import logging
 import math
+import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
 from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, decrease
-from forebay.network.peer import Peer
+from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity
 from forebay.threads import failures as thread_failures
 
@@ -33,6 +40,7 @@ PIECE_S = 0.1  # maximum wait for a piece under a limit of the upload
 MAX_PIPELINED = 16
 MAX_HEAD_BYTES = 32 << 10
 SLOW_S = 2.0
+_PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".localdomain", ".home.arpa", ".lan", ".svc")
 log = logging.getLogger("forebay.network")
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings of malformed requests could fill a disk
 
@@ -40,7 +48,7 @@ logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings of ma
 class ConnectionTable:
     """Open connections of a server, and the choice of those that end to make room for others.
 
-    Before the end of its handshake a connection counts for its address, afterwards for its peer and organisation.
+    Before the end of its handshake a connection counts for its address, afterwards for `Peer.party` and `Peer.group`.
     """
 
     def __init__(self, limits: ServerLimits) -> None:
@@ -61,9 +69,10 @@ class ConnectionTable:
     def has_room(self, address: str) -> bool:
         """Whether a handshake may start; ends another connection for it where that is fair.
 
-        First ends the oldest handshake of the address that has most; then a connection of the peer that has most which
-        is idle, or whose client has read nothing for SLOW_S. Strangers thus take no place from members.
+        First ends the oldest handshake of the address that has most; then a connection of the peer that has most, or of
+        the group, which waits for its client. Strangers thus take no place from members.
         """
+        address = network_prefix(address, 32, 64)
         by_address = Counter(host for host, _ in self._handshakes.values())
         is_crowded = by_address[address] >= self.limits.handshakes_per_address
         if not is_crowded and len(self) < self.limits.connections:
@@ -73,15 +82,19 @@ class ConnectionTable:
         if oldest is not None:
             self._refuse(oldest)
             return True
-        peer_id, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
-        if num > 1 and self._end_idle(peer_id):  # members with one connection each keep it
+        party, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
+        if num > 1 and self._end_idle(c for c in self._connections if c.peer.party == party):
+            return True  # members with one connection each keep it
+        grouped = ((group, num) for group, num in self._by_org.items() if group)
+        group, num = max(grouped, key=lambda item: item[1], default=("", 0))
+        if num > 1 and self._end_idle(c for c in self._connections if c.peer.group == group):
             return True
         self.num_refused += 1
         return False
 
     def add_handshake(self, task: asyncio.Task[None], address: str, now: float) -> None:
         """Count a connection whose handshake runs in a task."""
-        self._handshakes[task] = address, now
+        self._handshakes[task] = network_prefix(address, 32, 64), now
         task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     def cancel_handshakes(self, before: float = math.inf) -> None:
@@ -95,31 +108,38 @@ class ConnectionTable:
         self.num_refused += 1
 
     def add(self, connection: "PeerProtocol") -> bool:
-        """Count a connection after its handshake; False if its peer or organisation has too many, none of them idle."""
-        peer, limits = connection.peer, self.limits
-        is_over = peer.peer_id and self._by_peer[peer.peer_id] >= limits.connections_per_peer
-        if (is_over and not self._end_idle(peer.peer_id)) or (
-            peer.org and self._by_org[peer.org] >= limits.connections_per_organisation
+        """Count a connection after its handshake; False if its peer or group has too many, none of them idle."""
+        party, group, limits = connection.peer.party, connection.peer.group, self.limits
+        own = (c for c in self._connections if c.peer.party == party)
+        is_over = self._by_peer[party] >= limits.connections_per_peer
+        if (is_over and not self._end_idle(own)) or (
+            group and self._by_org[group] >= limits.connections_per_organisation
         ):
             self.num_refused += 1
             return False
         self._connections[connection] = None
-        self._by_peer[peer.peer_id] += 1
-        self._by_org[peer.org] += 1
+        self._by_peer[party] += 1
+        self._by_org[group] += 1
         return True
 
     def remove(self, connection: "PeerProtocol") -> None:
         """Remove an ended connection. May be repeated."""
         if connection in self._connections:
             del self._connections[connection]
-            decrease(self._by_peer, connection.peer.peer_id)
-            decrease(self._by_org, connection.peer.org)
+            decrease(self._by_peer, connection.peer.party)
+            decrease(self._by_org, connection.peer.group)
 
-    def _end_idle(self, peer_id: str) -> bool:
-        """End a peer's longest idle connection, or one that does not read its response; whether there was one."""
-        own = [c for c in self._connections if c.peer.peer_id == peer_id]
-        idle = [c for c in own if not c.num_active]
-        slow = [c for c in own if c.num_active and c.flow.write_paused]
+    def _end_idle(self, connections: "Iterable[PeerProtocol]") -> bool:
+        """End the connection that waits longest for its client; whether there was one.
+
+        It is idle, has sent a part of a request, or has read nothing of its response for SLOW_S.
+        """
+        idle, slow = [], []
+        for connection in connections:
+            if not connection.num_active or connection.phase == "body":
+                idle.append(connection)
+            elif connection.flow.write_paused:
+                slow.append(connection)
         if not idle and not slow:
             return False
         oldest = min(idle, key=lambda c: c.since) if idle else min(slow, key=lambda c: c.sent_at)
@@ -140,8 +160,8 @@ class PeerProtocol(HttpToolsProtocol):
         self.peer = Peer("", b"", address)
         self.phase = "idle"  # waits for: "idle" (a request), "head", "body"
         self.since = self.sent_at = core.time()  # start of the phase; when the client last took a piece
-        self.head_bytes = self.unfinished_bytes = 0
-        self.num_messages = 0  # started plus complete
+        self.head_bytes = 0
+        self.parser_bytes = 0  # that the parser was given and has not handed on
         self.num_active = 0  # requests
         self.lost: asyncio.Future[None] = core.loop.create_future()  # done when the connection has ended
 
@@ -191,19 +211,18 @@ class PeerProtocol(HttpToolsProtocol):
         self.core.connections.remove(self)
 
     def data_received(self, data: bytes) -> None:
-        before = self.num_messages
+        started = self.core.loop.time()
+        self.parser_bytes += len(data)
         super().data_received(data)
-        if self.phase == "head" or (self.phase == "idle" and self.num_messages == before):
-            self.unfinished_bytes += len(data)  # of an incomplete head, or blank lines before one
-            if self.unfinished_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"expected a head of at most {MAX_HEAD_BYTES} bytes")
+        if self.parser_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"expected at most {MAX_HEAD_BYTES} bytes of a head or between pieces of a body")
+        self.since -= self.core.loop.time() - started  # the time of a client that keeps the loop busy goes on
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"].update(peer=self.peer, connection=self)
         self.phase, self.since = "head", self.core.time()
-        self.num_messages += 1
-        self.head_bytes = self.unfinished_bytes = 0
+        self.head_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many pipelined requests")  # answered with 400; the connection ends
 
@@ -212,17 +231,26 @@ class PeerProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self.phase == "body":
+            raise ValueError("trailers are not accepted")  # as above
         self._count_head(len(name) + len(value) + 4)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self.phase, self.since = "body", self.core.time()
+        self.parser_bytes = max(0, self.parser_bytes - self.head_bytes)
         super().on_headers_complete()
+        self.scope["state"]["cycle"] = self.cycle
+        if self.parser.should_upgrade():
+            self.cycle.keep_alive = False  # the parser reads nothing after it
+
+    def on_body(self, body: bytes) -> None:
+        self.parser_bytes = max(0, self.parser_bytes - len(body))
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self.phase, self.since = "idle", self.core.time()
-        self.num_messages += 1
-        self.unfinished_bytes = 0
+        self.parser_bytes = 0
         super().on_message_complete()
 
     def _count_head(self, num_bytes: int) -> None:
@@ -262,6 +290,7 @@ class ServerCore:
     identity: Identity | None
     limits: ServerLimits
     on_bytes: Callable[[Peer, int], None] | None
+    host: str = ""
 
     def __post_init__(self) -> None:
         self.is_draining = False
@@ -313,6 +342,8 @@ class ServerCore:
         connection: PeerProtocol = scope["state"]["connection"]
         connection.num_active += 1
         try:
+            if not connection.peer.peer_id:
+                await _wait_for_body(scope["state"].pop("cycle"))
             refused = self._check(scope, connection)
             if refused is not None:
                 self.answers[refused.status] += 1
@@ -334,7 +365,7 @@ class ServerCore:
 
     def _check(self, scope: Scope, connection: PeerProtocol) -> ApiError | None:
         peer = connection.peer
-        if self.identity is None and (refused := _refuse_page(scope)) is not None:
+        if self.identity is None and (refused := _refuse_page(scope, self.host)) is not None:
             return refused
         if (reason := self.refusal(peer)) is not None:
             error = ApiError(403, "revoked", reason)
@@ -342,7 +373,7 @@ class ServerCore:
             return error
         if self.is_draining:
             return ApiError(503, "stopping", "this process is stopping; retry after its restart", 1.0)
-        limited = self.requests.begin(peer, self.loop.time())
+        limited = self.requests.begin(peer, scope["method"] != "GET", self.loop.time())
         return None if limited is None else ApiError(429, *limited)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: PeerProtocol) -> None:
@@ -354,7 +385,9 @@ class ServerCore:
             declared = _header(scope, b"content-length") or "0"  # digits: checked by the parser
             if int(declared) <= max_body:
                 message = await receive()
-                num_body += len(message.get("body", b""))
+                num_piece = len(message.get("body", b""))
+                self.requests.count_body(connection.peer, num_piece, self.loop.time())
+                num_body += num_piece
                 if num_body <= max_body:
                     return message
             raise HTTPException(413, f"expected a body of at most {max_body} bytes")
@@ -373,8 +406,7 @@ class ServerCore:
             if key is None or len(key) > 64:
                 await self.app(scope, bounded_receive, counted_send)
             else:
-                sender = connection.peer.peer_id or connection.address
-                entry = sender, f"{scope['path']} {key}"
+                entry = connection.peer.party, f"{scope['path']} {key}"
                 await self.replies.answer(entry, self.app, scope, bounded_receive, counted_send)
         except Exception:
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
@@ -428,8 +460,36 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
-def _refuse_page(scope: Scope) -> ApiError | None:
+async def _wait_for_body(cycle: RequestResponseCycle) -> None:
+    """Wait until a request's body is here or fills its buffer, or its client is gone."""
+    while cycle.more_body and len(cycle.body) <= HIGH_WATER_LIMIT and not cycle.disconnected:
+        cycle.message_event.clear()
+        await cycle.message_event.wait()
+
+
+def is_own_host(host: str, listens_at: str) -> bool:
+    """Whether a Host header names this machine as only its own network does; no name of the public DNS is taken.
+
+    Taken are IP addresses, names without a dot, names of private networks, this machine's own, and `listens_at`.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    try:
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        is_private = "." not in name or name.endswith(_PRIVATE_SUFFIXES)
+        return is_private or name in (listens_at, socket.getfqdn().lower())
+
+
+def _refuse_page(scope: Scope, listens_at: str) -> ApiError | None:
     """Refuse requests that a web page can make a browser send; None for a program's request."""
+    host = _header(scope, b"host") or ""
+    if scope["scheme"] == "http" and host and not is_own_host(host, listens_at):
+        text = f"request: expected a Host that names this machine, got {host[:80]!r}. Use its IP address."
+        return ApiError(403, "unknown_host", text)
     kind = (_header(scope, b"content-type") or JSON).partition(";")[0].strip().lower()
     if _header(scope, b"origin") is None and (scope["method"] == "GET" or kind == JSON):
         return None

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from forebay.closing import Closing
 from forebay.errors import ForebayError
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 _NUM_POINTS = 900  # of the charts: half an hour
 _MAX_SAMPLES = 200  # Views of a record that are read for its charts.
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _FILES = {"/": ("dashboard.html", "text/html"), "/dashboard.css": ("dashboard.css", "text/css"),
           "/dashboard.js": ("dashboard.js", "text/javascript")}  # fmt: skip
 _HEADERS = {
@@ -55,19 +53,15 @@ class Dashboard(Closing):
 
     Args:
         record: Where the views are recorded.
-        any_host: Answer requests for any host name: for other interfaces than loopback.
     """
 
     def __init__(
         self, source: Source, host: str = "127.0.0.1", port: int = 0, *, record: RunRecord | None = None,
-        any_host: bool = False,
     ) -> None:  # fmt: skip
         self._source, self._record = source, record
         self._view = make_view("", "", "starting")
         self._points: deque[dict[str, Any]] = deque(maxlen=_NUM_POINTS)
         app = self._app()
-        if not any_host:
-            app.add_middleware(TrustedHostMiddleware, allowed_hosts=[host, *_LOOPBACK])
         self._server = Server(app, None, host, port, limits=ServerLimits(connections=256))
         self._server.add_task("dashboard poll", self._run)
 

@@ -1,6 +1,7 @@
 """A server's description of itself: its OpenAPI document and its metrics; and how it validates messages."""
 
 import math
+import socket
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -89,6 +90,19 @@ def test_metrics_as_prometheus_reads_them() -> None:
         "# HELP forebay_connections Now.\\nHere.\n# TYPE forebay_connections gauge\nforebay_connections 3.0\n"
         "# HELP forebay_wait Endless.\n# TYPE forebay_wait gauge\nforebay_wait +Inf\n"
     )
+
+
+@pytest.mark.parametrize(
+    "host, is_taken",
+    [("127.0.0.1:80", True), ("[::1]:80", True), ("10.1.2.3", True), ("localhost", True), ("node7:29400", True),
+     ("coordinator.jobs.svc.cluster.local:80", True), (socket.getfqdn(), True), ("attacker.example:80", False),
+     ("127.0.0.1.attacker.example", False), ("localhost.example", False), ("[::1", False)],
+)  # fmt: skip
+def test_a_page_by_another_name_of_this_address_reads_nothing(server: MemoryServer, host: str, is_taken: bool) -> None:
+    answer = server.ask("GET", "/v1/item/a?n=3", Host=host)
+    assert (answer.status == 403) is not is_taken
+    if not is_taken:
+        assert answer.refusal == (403, "unknown_host") and host[:80] in answer.json()["message"]
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://page.example"}, {"Content_Type": "text/plain"}])

@@ -89,6 +89,7 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\n\r\n"  # 26 bytes
         # Chunks that are none: the request before them may have been answered.
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\nx",
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello!!\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nTrailer: x\r\n\r\n",
     ],
 )
 def test_what_is_ambiguous_is_refused_and_ends_the_connection(
@@ -106,7 +107,7 @@ def test_what_is_ambiguous_is_refused_and_ends_the_connection(
     "data, status",
     [
         (b"POST /json HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n[1,2,\r\n2\r\n3]\r\n0\r\n\r\n", 200),
-        (b"POST /json HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\r\n[1]\r\n0\r\nTrailer: x\r\n\r\n", 200),
+        (b"POST /json HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\r\n[1]\r\n0\r\n\r\n", 200),
         (b"POST /json HTTP/1.1\r\nContent-Length: 4\r\n\r\n{\xff\xfe}", 400),
         (b"POST /json HTTP/1.1\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000, 400),
         (b"POST / HTTP/1.1\r\nContent-Length: 1048577\r\n\r\n", 413),
@@ -143,6 +144,9 @@ def test_a_client_that_waits_for_100_is_told_to_go_on(world: World) -> None:
     world.check(connection)
 
 
+CHUNKED = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
     "first, more",
     [
@@ -150,11 +154,18 @@ def test_a_client_that_waits_for_100_is_told_to_go_on(world: World) -> None:
         (b"GET / HTTP/1.1\r\nA: ", b"b" * 10_000),
         (b"GET / HTTP/1.1\r\n", b"A" * 10_000),
         (b"GET / HTTP/1.1\r\n", b"A: b\r\n" * 1000),
-        (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n", b"Trailer: b\r\n" * 1000),
         (b"", b"\r\n" * 5000),
+        (CHUNKED, b"0" * 10_000),
+        (CHUNKED + b"1;", b"a" * 10_000),
+        (CHUNKED + b"1;a=", b"b" * 10_000),
+        (CHUNKED + b'1;a="', b"b" * 10_000),
+        (CHUNKED + b"0\r\n", b"A" * 10_000),
+        (CHUNKED + b"0\r\nA: ", b"b" * 10_000),
+        (CHUNKED + b"2\r\n{}\r\n0\r\nA: ", b"b" * 10_000),
+        (CHUNKED + b"0\r\n", b"Trailer: b\r\n" * 1000),
     ],
 )
-def test_heads_are_bounded(world: World, first: bytes, more: bytes) -> None:
+def test_what_does_not_end_is_bounded_in_each_state_of_the_parser(world: World, first: bytes, more: bytes) -> None:
     """In one piece, and going on without end; blank lines before a request count, too."""
     for pieces in ([first + more * 7 + b"\r\n\r\n"], [first] + [more] * 20):
         connection = world.connect()
@@ -162,6 +173,16 @@ def test_heads_are_bounded(world: World, first: bytes, more: bytes) -> None:
         assert not connection.is_open and connection.num_consumed <= 2 * MAX_HEAD_BYTES + 20_000
         assert [answer.status for answer in connection.answers()] == [400] and world.requests == []
         world.check(connection)
+
+
+def test_an_upgrade_is_not_taken_and_ends_the_connection(world: World) -> None:
+    """The parser reads nothing after such a request."""
+    connection = world.connect()
+    connection.send(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + SMUGGLED)
+    (answer,) = connection.answers()
+    assert (answer.status, answer.headers["connection"], connection.is_open) == (200, "close", False)
+    assert world.paths == ["/"]
+    world.check(connection)
 
 
 def test_a_head_up_to_the_bound_is_read_however_it_is_cut(world: World) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from forebay.network.app import JsonResponse, file_response, make_app, role
 from forebay.network.peer import Peer, Scope
@@ -263,6 +264,96 @@ def test_a_server_that_was_slow_itself_cuts_no_client(start: Start) -> None:
     server.loop.advance(3.0)
     late.send(b"\r\n")
     assert late.answers()[0].status == 200 and not stranger.done()
+
+
+def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    busy, late = server.connect("busy"), server.connect("late")
+    late.send(b"GET / HTTP/1.1\r\n")
+    receive = HttpToolsProtocol.data_received
+
+    def receive_slowly(self, data):
+        receive(self, data)
+        server.loop.now += 4.0 * (self.peer.name == "busy")
+
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", receive_slowly)
+    busy.send(b"GET / HTTP/1.1\r\n")
+    while busy.is_open and server.loop.now < 100.0:
+        busy.send(b"A: b\r\n")
+        server.loop.advance(1.0)
+    assert server.loop.now <= 20.0 and late.is_open
+
+
+# Clients without a certificate.
+
+UNFINISHED = b"POST / HTTP/1.1\r\nContent-Length: 900\r\n\r\n{"
+
+
+def open_server(start: Start, **limits: float) -> MemoryServer:
+    server = start(**limits)
+    server.core.identity = None
+    return server
+
+
+def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: Start) -> None:
+    server = open_server(start, requests_per_peer=4, connections_per_peer=16)
+    unfinished = [server.connect() for _ in range(40)]
+    for connection in unfinished:
+        connection.send(UNFINISHED)
+        server.loop.advance(0.01)
+    assert server.metric("forebay_requests_in_progress") == 0
+    assert server.ask("POST", "/", {"n": 1}).status == 200
+    assert [connection.is_open for connection in unfinished] == [False] * 25 + [True] * 15
+    unfinished[-1].send(b"x" * 899)
+    assert unfinished[-1].answers()[0].json()["bytes"] == 900
+
+
+@pytest.mark.parametrize(
+    "address, neighbour, other",
+    [
+        ("10.1.2.3", "10.1.2.4", "10.1.3.3"),
+        ("2001:db8:1:1::1", "2001:db8:1:2::1", "2001:db8:2::1"),
+        ("::ffff:10.1.2.3", "10.1.2.4", "10.1.3.3"),
+    ],
+)
+def test_limits_of_an_address_and_of_its_network(start: Start, address: str, neighbour: str, other: str) -> None:
+    server = open_server(start, requests_per_s=2, organisation_requests_per_s=3)
+
+    def num_served(address: str, num: int) -> int:
+        return sum(server.connect(address=address).ask("/").status == 200 for _ in range(num))
+
+    assert [num_served(address, 5), num_served(neighbour, 5), num_served(other, 5)] == [4, 2, 4]
+
+
+def test_in_a_full_house_the_network_with_most_makes_room(start: Start) -> None:
+    server = open_server(start, connections=8)
+    crowd = [server.connect(address=f"10.0.0.{number}") for number in range(8)]
+    others = [server.connect(address=f"10.0.{number}.1") for number in range(1, 5)]
+    assert all(connection.is_open for connection in others)
+    assert [connection.is_open for connection in crowd] == [False] * 4 + [True] * 4
+
+
+def test_addresses_of_a_64_share_their_handshakes(start: Start) -> None:
+    server = start(handshakes_per_address=2)
+    tasks = [server.knock(f"2001:db8::{number}") for number in range(1, 5)]
+    assert [task.cancelled() for task in tasks] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
+def test_a_rate_of_bytes_of_bodies(start: Start, head: bytes) -> None:
+    server = start(body_bytes_per_s=1e6)
+    body = b"x" * 1_000_000
+    if b"chunked" in head:
+        body = b"f4240\r\n" + body + b"\r\n0\r\n\r\n"
+    statuses = []
+    for _ in range(4):
+        connection = server.connect("acme/a")
+        connection.send(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n" + body)
+        statuses.append(connection.answers()[0].status)
+    assert statuses == [200, 200, 429, 429]
+    assert is_served(server, "acme/a") and server.ask("POST", "/", {"n": 1}, "acme/b").status == 200
+    server.loop.advance(1.5)
+    assert server.ask("POST", "/", {"n": 1}, "acme/a").status == 200
 
 
 def received_after(server: MemoryServer, connections: list[MemoryConnection], seconds: float) -> int:

@@ -16,13 +16,16 @@ from hypothesis import strategies as st
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import join as joining
 from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
+from forebay.network.app import ApiError
 from forebay.network.audit import AuditLog
+from forebay.network.client import RemoteError
 from forebay.network.join import JoinToken, check_token, join_by_token, read_token, renew_at, sign_token
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Scope
 from forebay.network.pki.certificates import der_of
 from forebay.network.pki.files import read_issuer, read_key, read_network
 from forebay.network.pki.identity import create_network, create_organisation, join, revoke
+from forebay.network.server_connections import ServerCore
 
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 
@@ -76,6 +79,25 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
     assert kinds(tmp_path) == ["admitted"]
     with pytest.raises(UsageError, match="already holds a node"):
         join_by_token(make_token(server, clock), tmp_path / "n", "n")
+
+
+def test_joining_and_renewing_go_on_while_the_server_is_busy(
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the token is valid."""
+    refusals = [ApiError(429, "busy", "others ask"), ApiError(503, "stopping", "restarts")]
+    begin = ServerCore._check
+    monkeypatch.setattr(ServerCore, "_check", lambda *args: refusals.pop() if refusals else begin(*args))
+    monkeypatch.setattr(joining, "FIRST_RETRY_S", 0.0)
+    join_by_token(make_token(server, clock), tmp_path / "a", "a")
+    refusals.append(ApiError(429, "busy", "others ask"))
+    with pytest.raises(RemoteError, match="others ask"):
+        renew_at(server.address, tmp_path / "a")
+    refusals.append(ApiError(429, "busy", "others ask"))
+    assert renew_at(server.address, tmp_path / "a", until=time.time() + 600).name == "a"
+    refusals.append(ApiError(429, "busy", "others ask"))
+    with pytest.raises(RemoteError, match="others ask"):
+        join_by_token(make_token(server, clock, id="cd" * 16, expires_at=time.time()), tmp_path / "b", "b")
 
 
 def test_tokens_that_do_not_count(server: AdmissionServer, clock: SimpleNamespace, network_dir: Path) -> None:
