@@ -73,6 +73,7 @@ class Members:
 
     def __init__(self) -> None:
         self.refusals = {}  # by peer id
+        self.revocations = SimpleNamespace(digest=lambda: "0" * 16)
         self.events = []
 
     def peer(self, der: bytes) -> Peer:

@@ -157,8 +157,8 @@ def _network_revoke(args: Namespace) -> None:
 
 def _notify(node_dir: Path, target: str, crl: Any) -> str:
     from forebay.network.client import Client
+    from forebay.network.crl_exchange import send_crl
     from forebay.network.pki.identity import Identity
-    from forebay.network.revocation_sync import send_crl
 
     with Client(Identity.load(node_dir)) as client, log_while_waiting(log, lambda: f"an answer of {target}"):
         peer_id, is_new = send_crl(client, target, crl)

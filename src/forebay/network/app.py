@@ -29,17 +29,18 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forebay.errors import ProtocolError
+from forebay.network.crl_exchange import CRLS, receive_crl
 from forebay.network.messages import ErrorReply
 from forebay.network.peer import Peer
 from forebay.network.peer import Scope as CertificateScope
 from forebay.network.pki.identity import Identity
-from forebay.network.revocation_sync import CRLS, PEM_TYPE, receive_crl
 from forebay.network.tracing import get_tracer
 
 __all__ = ["Metric", "Request", "Response"]
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
+PEM_TYPE = "application/x-pem-file"
 log = logging.getLogger("forebay.network")
 
 

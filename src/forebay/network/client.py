@@ -34,6 +34,7 @@ MAX_IDLE_PER_PEER = 8
 MIN_BYTES_PER_S = 4096  # a lower rate over a time-out is a stall
 _MAX_WAIT_S = 3600.0
 IDEMPOTENCY_HEADER = "Idempotency-Key"
+CRLS_HEADER = "Forebay-CRLs"  # see crl_exchange.py
 _NO_HEADERS = {"User-Agent": SKIP_HEADER, "Accept-Encoding": SKIP_HEADER}  # saves 50 bytes per request
 _SAME_NETWORK = "Both sides need a certificate of the same network: see `forebay network join`."
 
@@ -93,7 +94,7 @@ class Client(Closing):
 
     A GET is repeated once, on a new connection, if a pooled connection fails. A POST carries an `Idempotency-Key` and
     is repeated once with the same key if its connection is lost: the server returns its first response for a repeated
-    key. Nothing is repeated after a time-out.
+    key. Nothing is repeated after a time-out. A response whose sender has other CRLs may take some seconds more.
 
     Args:
         identity: The node that sends; None for plain HTTP.
@@ -252,6 +253,17 @@ class Client(Closing):
                 self._pool.release(request.address, connection)
             else:
                 connection.close()
+            if response is not None:
+                self._note_crls(request.address, response.headers.get(CRLS_HEADER, ""))
+
+    def _note_crls(self, address: str, digest: str) -> None:
+        """Remember where a member answered; exchange CRLs with it if it has others."""
+        if self.identity is not None and digest:
+            self.identity.contacts.add(address)
+            if digest != self.identity.revocations.digest():
+                from forebay.network.crl_exchange import exchange_crls
+
+                exchange_crls(self, self.identity, address)
 
     def _check_peer(self, peer: Peer, request: _Request) -> None:
         """Check before each request, on new and pooled connections, that it may be sent to the peer."""

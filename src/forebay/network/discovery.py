@@ -13,7 +13,7 @@ import logging
 import queue
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client
 from forebay.network.messages import Count, Sha256
-from forebay.network.peer import Peer
+from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity, verify
 from forebay.storage.hosts import HostPort, check_url, join_address
 
@@ -183,11 +183,19 @@ def find_providers(
 
 
 def spread(addresses: Sequence[HostPort]) -> list[HostPort]:
-    """The addresses without duplicates, round-robin over hosts, so that one host cannot crowd out the others."""
-    by_host: dict[str, list[HostPort]] = {}
+    """The addresses without duplicates, round-robin over networks (/24, /48) and over the hosts of each.
+
+    So no host and no network crowds out the others.
+    """
+    by_network: dict[str, dict[str, list[HostPort]]] = {}
     for address in dict.fromkeys(addresses):
-        by_host.setdefault(address[0], []).append(address)
-    return [address for turn in zip_longest(*by_host.values()) for address in turn if address is not None]
+        hosts = by_network.setdefault(network_prefix(address[0], 24, 48), {})
+        hosts.setdefault(address[0], []).append(address)
+    return _take_turns([_take_turns(hosts.values()) for hosts in by_network.values()])
+
+
+def _take_turns(lists: Iterable[list[HostPort]]) -> list[HostPort]:
+    return [address for turn in zip_longest(*lists) for address in turn if address is not None]
 
 
 def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None], deadline: float) -> list[T]:

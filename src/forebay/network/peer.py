@@ -98,6 +98,42 @@ def network_prefix(ip: str, v4_bits: int, v6_bits: int) -> str:
     return str(ipaddress.ip_network((address, bits), strict=False))
 
 
+MAX_CONTACTS, MAX_PAUSED = 64, 4096
+
+
+class Contacts:
+    """The addresses at which members answered last, proven by their certificates. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._proven: dict[str, None] = {}  # the last one last
+        self._next_at: dict[str, float] = {}  # when CRLs may be exchanged with an address again
+
+    def add(self, address: str) -> None:
+        """Add an address; the oldest are forgotten."""
+        self._proven.pop(address, None)
+        self._proven[address] = None
+        if len(self._proven) > MAX_CONTACTS:
+            self._proven.pop(next(iter(self._proven)), None)
+
+    def addresses(self) -> list[str]:
+        """Return the addresses, the oldest first."""
+        return list(self._proven)
+
+    def begin(self, address: str, now: float, pause_s: float, *, is_urgent: bool = False) -> bool:
+        """Return whether CRLs may be exchanged with an address now; if so, not again for `pause_s` but urgently."""
+        if now < self._next_at.get(address, -math.inf) and not is_urgent:
+            return False
+        self._next_at[address] = now + pause_s
+        if len(self._next_at) > MAX_PAUSED:
+            self._next_at.pop(next(iter(self._next_at)), None)
+        return True
+
+    def avoid(self, address: str, until: float) -> None:
+        """Forget an address, and exchange nothing with it until a time (of time.monotonic)."""
+        self._proven.pop(address, None)
+        self._next_at[address] = until
+
+
 def member_id(peer_id: str, session: str) -> str:
     """The swarm id of one process of a node; for a node's only process, its peer id."""
     return f"{peer_id}#{session}" if session else peer_id

@@ -1,55 +1,34 @@
-"""Keep a running node's trust current: serve and fetch CRLs, renew its certificate.
+"""Keep a running node's trust current: exchange CRLs, renew its certificate.
 
-`GET /v1/crls` returns {"crls": {issuer: number}}, `GET /v1/crls/ISSUER` a CRL as PEM; `POST /v1/crls` takes a CRL and
-returns {"new": whether it was accepted}. Cost: a thread, and every few seconds a small request to up to three peers; a
-CRL reaches n nodes in about log n rounds.
+CRLs pass over every connection (`crl_exchange.py`). Besides, this thread exchanges them every few seconds with up to
+three members, and after a change with all whose addresses it knows. Members are known once they proved themselves by
+their certificate; the DHT is one way to find some, and of what it says one host or network counts like another, however
+many addresses it announced.
 """
 
+import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from forebay.errors import ForebayError, NetworkError, ProtocolError
+from forebay.errors import ForebayError, NetworkError, UsageError
 from forebay.network.client import Client
-from forebay.network.discovery import Discovery, record_key
+from forebay.network.crl_exchange import PAUSE_S, exchange_crls
+from forebay.network.discovery import Discovery, ask_many, record_key, spread
 from forebay.network.join import admission_address, renew_at
 from forebay.network.pki.identity import Identity
-from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_ISSUERS, PEER_ID, Crl
-from forebay.storage.hosts import join_address, parse_address
+from forebay.storage.hosts import HostPort, join_address, parse_address
 from forebay.threads import SupervisedThread
 
-CRLS = "/v1/crls"
-PEM_TYPE = "application/x-pem-file"
-NUM_ASKED = 3
-ASK_EVERY_S = 5.0
+NUM_ASKED, ASK_S = 3, 10.0
 LOOK_EVERY_S = 1.0
-ANNOUNCE_EVERY_S = 60.0
-AVOID_S = 60.0  # no requests to a peer after it failed or lied
-MAX_FETCHED = 8  # CRLs per peer and round
-MAX_NUMBERS_BYTES = 128 << 10
+DISCOVER_EVERY_S = 60.0
+NUM_SEARCHES, MAX_FOUND = 4, 64  # of the DHT, while no member is known; addresses that are asked after each
+MAX_FOUND_PER_HOST = 2
 log = logging.getLogger("forebay.network")
-
-
-def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
-    """Apply a CRL from a peer and record it in the audit log; None if it is not newer. Raises ProtocolError."""
-    try:
-        crl = identity.revocations.accept(pem)
-    except ProtocolError as error:
-        identity.record_event("refused", peer=sender, reason=str(error))
-        raise
-    if crl is not None:
-        log.info("CRL accepted: issuer=%s number=%d revoked=%d", crl.issuer, crl.number, len(crl.serials))
-        identity.record_event("crl", issuer=crl.issuer, number=crl.number, revoked=len(crl.serials), by=sender)
-    return crl
-
-
-def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
-    """Send a CRL to a node; return the node's peer id, and whether it accepted the CRL as new."""
-    answer, peer = client.request_json(address, "POST", CRLS, crl.pem)
-    return peer.peer_id, answer.get("new") is True
 
 
 @dataclass(eq=False)
@@ -69,16 +48,14 @@ class TrustWatch:
     discovery: Discovery | None = None
     address: str | None = None
     on_change: Callable[[], object] = lambda: None
-    ask_every_s: float = ASK_EVERY_S
+    ask_every_s: float = PAUSE_S
     look_every_s: float = LOOK_EVERY_S
 
     def __post_init__(self) -> None:
         self.look_every_s = min(self.look_every_s, self.ask_every_s)
-        self._discovered: list[str] = []
-        self._avoided: dict[str, float] = {}
         # At once: files may have changed while the node was down.
         self._ask_at = self._renew_at = time.monotonic()
-        self._announce_at = time.monotonic() + self.look_every_s  # after the node's own announcements
+        self._discover_at = self._announce_at = time.monotonic() + self.look_every_s  # after its own announcements
         self._stamp = self.identity.revocations.stamp()
         self._thread = SupervisedThread(self._run, "trust", first_wait_s=self.look_every_s)
 
@@ -92,45 +69,40 @@ class TrustWatch:
         self._thread.stop()
         self._thread.join(10.0)
 
-    def ask(self, address: str) -> bool:
-        """Fetch the CRLs that a node has newer; whether there were any. After a failure it is avoided for AVOID_S."""
-        try:
-            return self._fetch(address)
-        except (ForebayError, OSError, UnicodeError) as error:
-            log.info("revocation: %s not asked for %.0f s: %s", address, AVOID_S, error)
-            self._avoided[address] = time.monotonic() + AVOID_S
-            return False
-
-    def _fetch(self, address: str) -> bool:
-        answer, peer = self.client.request_json(address, "GET", CRLS, timeout_s=5.0, max_bytes=MAX_NUMBERS_BYTES)
-        if peer.peer_id == self.identity.peer_id:
-            self._discovered = [other for other in self._discovered if other != address]
-            return False
-        revocations = self.identity.revocations
-        newer = [
-            issuer for issuer, number in _parse_numbers(answer, address).items() if revocations.wants(issuer, number)
-        ]
-        for issuer in sorted(newer, key=lambda issuer: issuer != revocations.root_id)[:MAX_FETCHED]:
-            pem = self.client.get_bytes(address, f"{CRLS}/{issuer}", MAX_CRL_BYTES, timeout_s=30.0)
-            if receive_crl(self.identity, pem, peer.peer_id) is None:
-                raise ProtocolError(f"peer at {address}: it does not have the CRL of {issuer} that it announced")
-        return bool(newer)
-
     def _run(self) -> None:
         while not self._thread.stopping.is_set():
-            if time.monotonic() >= self._ask_at:
-                self._ask_at = time.monotonic() + self.ask_every_s * random.uniform(0.8, 1.2)
-                self._discover()
-                for address in self._choose():
-                    self.ask(address)
             self.identity.refresh()
             stamp = self.identity.revocations.stamp()
             if stamp != self._stamp:
                 self._stamp = stamp
                 self.on_change()
+                self._ask(self._known(), is_urgent=True)
+            if time.monotonic() >= self._ask_at:
+                self._ask_at = time.monotonic() + self.ask_every_s * random.uniform(0.8, 1.2)
+                known = self._known()
+                self._ask(random.sample(known, min(NUM_ASKED, len(known))))
+                self._discover()
             if time.monotonic() >= self._renew_at:
                 self._renew()
             self._thread.stopping.wait(self.look_every_s)
+
+    def _known(self) -> list[str]:
+        """Return addresses of members, without this node's own."""
+        known = dict.fromkeys([*self.peers(), *self.identity.contacts.addresses()])
+        return [address for address in known if address != self.address]
+
+    def _ask(self, addresses: Sequence[str], *, is_urgent: bool = False) -> None:
+        """Exchange CRLs with nodes, with all at once."""
+
+        def ask(address: HostPort) -> bool | None:
+            named = join_address(*address)
+            return exchange_crls(self.client, self.identity, named, ASK_S, is_urgent=is_urgent) or None
+
+        parsed = list[HostPort]()
+        for address in addresses:
+            with contextlib.suppress(UsageError):
+                parsed.append(parse_address(address))
+        ask_many(parsed, ask, time.monotonic() + ASK_S)
 
     def _renew(self) -> None:
         """Renew the certificate at the issuer's admission server once less than a third of its validity remains."""
@@ -152,34 +124,31 @@ class TrustWatch:
             log.warning("certificate of %s: %.1f h left, cannot renew it: %s", identity.name, remaining_s / 3600, error)
 
     def _discover(self) -> None:
-        if self.discovery is None or time.monotonic() < self._announce_at:
+        """Announce this node, and ask some of the nodes that others announced; more often while no member is known."""
+        now = time.monotonic()
+        if self.discovery is None or now < self._discover_at:
             return
-        self._announce_at = time.monotonic() + ANNOUNCE_EVERY_S
         key = record_key(self.identity.network_id, "revocations", "")
         try:
-            if self.address is not None:
+            if self.address is not None and now >= self._announce_at:
+                self._announce_at = now + DISCOVER_EVERY_S
                 self.discovery.announce(key, parse_address(self.address)[1])
-            self._discovered = [join_address(*address) for address in self.discovery.find(key, 2.0)]
+            for _ in range(NUM_SEARCHES):
+                self._ask([join_address(*found) for found in _choose(self.discovery.find(key, 2.0))])
+                if self._known():
+                    self._discover_at = now + DISCOVER_EVERY_S
+                    break
         except NetworkError as error:
-            log.info("revocation: the DHT cannot be reached: %s", error)
-
-    def _choose(self) -> list[str]:
-        now = time.monotonic()
-        self._avoided = {address: until for address, until in self._avoided.items() if until > now}
-        skipped = {self.address, *self._avoided}
-        addresses = [item for item in dict.fromkeys([*self.peers(), *self._discovered]) if item not in skipped]
-        return random.sample(addresses, min(NUM_ASKED, len(addresses)))
+            log.info("CRLs: the DHT cannot be reached: %s", error)
 
 
-def _parse_numbers(answer: dict[str, Any], address: str) -> dict[str, int]:
-    """Check the answer of `GET /v1/crls`. Raises ProtocolError."""
-    numbers = answer.get("crls")
-    if (
-        isinstance(numbers, dict)
-        and len(numbers) <= MAX_ISSUERS
-        and all(PEER_ID.fullmatch(issuer) and type(number) is int for issuer, number in numbers.items())
-    ):
-        return numbers
-    raise ProtocolError(
-        f"CRLs of the peer at {address}: expected numbers of at most {MAX_ISSUERS} issuers, got {str(answer)[:80]}"
-    )
+def _choose(found: Sequence[HostPort]) -> list[HostPort]:
+    """Return MAX_FOUND addresses at most, by chance: of each host a few, and networks (/24, /48) in turn."""
+    shuffled = random.sample(found, len(found))
+    by_host = Counter[str]()
+    chosen = []
+    for address in shuffled:
+        by_host[address[0]] += 1
+        if by_host[address[0]] <= MAX_FOUND_PER_HOST:
+            chosen.append(address)
+    return spread(chosen)[:MAX_FOUND]

@@ -30,6 +30,7 @@ from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
+from forebay.network.client import CRLS_HEADER
 from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, decrease
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity
@@ -315,6 +316,14 @@ class ServerCore:
             connection.transport.get_extra_info("socket").close()
         self.connections, self.requests = ConnectionTable(self.limits), RequestTable(self.limits)
         self.replies, self.state = ReplyCache(), ServerState()
+        self._name_crls()
+
+    def _name_crls(self) -> None:
+        """Say in each response from now on which CRLs this node has."""
+        if self.identity is not None:
+            self.state.default_headers[:] = [
+                (CRLS_HEADER.lower().encode(), self.identity.revocations.digest().encode())
+            ]
 
     def time(self) -> float:
         """The clock of clients' time limits, in seconds: what the loop itself was late by does not count."""
@@ -418,6 +427,7 @@ class ServerCore:
 
     def sweep(self) -> None:
         """End connections that are late, expired or revoked."""
+        self._name_crls()
         now, refusals = self.time(), dict[str, str | None]()
         self.connections.cancel_handshakes(now - self.limits.handshake_s)
         for connection in self.connections.all():

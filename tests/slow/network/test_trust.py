@@ -21,6 +21,7 @@ from forebay.network.access import AccessPolicy
 from forebay.network.app import make_app
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError, WrongPeerError
+from forebay.network.crl_exchange import exchange_crls, send_crl
 from forebay.network.discovery import find_providers, read_claims
 from forebay.network.join import join_by_token
 from forebay.network.pki import revocation
@@ -28,7 +29,7 @@ from forebay.network.pki.files import read_issuer, read_root
 from forebay.network.pki.identity import Identity, revoke
 from forebay.network.pki.revocation import MAX_REVOKED, parse_crl, sign_crl
 from forebay.network.publications import sign_dataset
-from forebay.network.revocation_sync import TrustWatch, send_crl
+from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
 from support.attackers import answers, ask, issue, organisation, request
@@ -172,7 +173,7 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
         assert post_crl(thief, node.address, largest) == {"new": True}
     assert send_crl(client, node.address, revoke(network_dir, thief.peer_id))[1]
     with Client(other) as reader:
-        assert TrustWatch(other, reader).ask(node.address)
+        assert exchange_crls(reader, other, node.address)
     assert other.revocations.reason(thief.as_peer) is not None
     assert other.revocations.numbers() == node.identity.revocations.numbers()
 

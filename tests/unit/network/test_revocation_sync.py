@@ -11,13 +11,16 @@ import pytest
 from forebay.network import revocation_sync
 from forebay.network.admission import Admissions, AdmissionServer
 from forebay.network.app import Response, make_app
+from forebay.network.client import RemoteError
+from forebay.network.crl_exchange import AVOID_S, exchange_crls
 from forebay.network.join import JoinToken, join_by_token, sign_token
+from forebay.network.peer import Contacts
 from forebay.network.pki.files import read_issuer
 from forebay.network.pki.identity import Identity, revoke
 from forebay.network.pki.revocation import sign_crl
-from forebay.network.revocation_sync import AVOID_S, TrustWatch
+from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server import Server
-from support.handlers import Make, PatientClient
+from support.handlers import FOREVER_S, Make, PatientClient
 from support.waiting import until
 
 
@@ -73,7 +76,7 @@ def test_a_node_without_an_admission_server_warns_of_expiry(
 
 
 def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(
-    make_identity: Make, network_dir: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    make_identity: Make, network_dir: Path
 ) -> None:
     """It says the highest number there is, and hands out an old CRL, or none: it is asked for it once."""
     liar, reader = make_identity("liar"), make_identity("reader")
@@ -90,14 +93,67 @@ def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(
         return Response(old)
 
     with Server(app, liar, "127.0.0.1", 0) as server, PatientClient(reader) as client:
-        watch, request_json = TrustWatch(reader, client, peers=lambda: [server.address]), client.request_json
-        monkeypatch.setattr(client, "request_json", lambda *args, timeout_s, **more: request_json(*args, **more))
-        assert watch._choose() == [server.address] and not watch.ask(server.address)
-        assert watch._choose() == []
-        clock.later_s = AVOID_S + 1
-        assert watch._choose() == [server.address]
+        reader.contacts.add(server.address)
+        assert not exchange_crls(client, reader, server.address, FOREVER_S)
+        assert not exchange_crls(client, reader, server.address, FOREVER_S)
+        assert reader.contacts.addresses() == []
+        assert reader.contacts.begin(server.address, time.monotonic() + AVOID_S, 5.0)
     # The root's first: accepted, as none was known; the next is no newer one of the issuer asked for.
     assert paths == ["/v1/crls", f"/v1/crls/{liar.network_id}", "/v1/crls/" + "a" * 32]
+
+
+@pytest.mark.usefixtures("changes_at_once")
+@pytest.mark.parametrize("first", ["client", "server"])
+def test_a_crl_passes_over_any_connection_in_both_directions(
+    make_identity: Make, network_dir: Path, first: str
+) -> None:
+    """An ordinary request is enough, also one that is refused."""
+    nodes = {name: make_identity(name) for name in ("client", "server")}
+    thief = make_identity("thief")
+    revoke(network_dir, thief.peer_id, nodes[first].node_dir)
+    with Server(make_app("x"), nodes["server"], "127.0.0.1", 0) as server, PatientClient(nodes["client"]) as client:
+        with pytest.raises(RemoteError, match="404"):
+            client.request_json(server.address, "GET", "/v1/nothing")
+        assert all(node.revocations.reason(thief.peer_id) is not None for node in nodes.values())
+        named = server._core.state.default_headers
+        until(lambda: named[0][1].decode() == nodes["client"].revocations.digest())
+
+
+@pytest.mark.usefixtures("changes_at_once")
+def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity: Make, network_dir: Path) -> None:
+    """By hand, the next round of three being hours away."""
+    thief, teller = make_identity("thief"), make_identity("teller")
+    told = [make_identity(f"node{number}") for number in range(5)]
+    with contextlib.ExitStack() as stack:
+        for node in told:
+            server = stack.enter_context(Server(make_app("x"), node, "127.0.0.1", 0))
+            teller.contacts.add(server.address)
+        client = stack.enter_context(PatientClient(teller))
+        watch = TrustWatch(teller, client, ask_every_s=86400.0, look_every_s=0.01)
+        watch._ask_at = float("inf")
+        stack.callback(watch.start().close)
+        revoke(network_dir, thief.peer_id, teller.node_dir)
+        until(lambda: all(node.revocations.reason(thief.peer_id) is not None for node in told))
+
+
+def test_announcements_of_one_host_or_network_are_few_voices() -> None:
+    honest = [("10.0.1.2", 7001), ("10.0.2.3", 7002), ("2001:db8::5", 7003)]
+    crowd = [("10.0.1.9", port) for port in range(1, 5000)]
+    crowd += [(f"10.7.{number // 250}.{number % 250}", 1) for number in range(5000)]
+    chosen = revocation_sync._choose(crowd + honest)
+    assert len(chosen) == revocation_sync.MAX_FOUND and set(honest) <= set(chosen)
+    assert sum(host == "10.0.1.9" for host, _ in chosen) <= 2
+
+
+def test_contacts_are_bounded() -> None:
+    contacts = Contacts()
+    for number in range(10_000):
+        contacts.add(f"host{number}:1")
+        assert contacts.begin(f"host{number}:1", float(number), 5.0)
+    assert contacts.addresses()[-1] == "host9999:1" and len(contacts.addresses()) == 64
+    assert not contacts.begin("host9999:1", 10_000.0, 5.0) and contacts.begin("host9999:1", 10_005.0, 5.0)
+    contacts.avoid("host9999:1", 20_000.0)
+    assert "host9999:1" not in contacts.addresses() and not contacts.begin("host9999:1", 19_999.0, 5.0)
 
 
 @pytest.mark.usefixtures("changes_at_once")

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.audit import AuditLog
-from forebay.network.peer import UNBOUNDED, Peer, Scope
+from forebay.network.peer import UNBOUNDED, Contacts, Peer, Scope
 from forebay.network.pki import files
 from forebay.network.pki.certificates import NODE_VALID_DAYS, der_of, scope_of, verify_certificate
 from forebay.network.pki.files import create_network as create_network
@@ -51,6 +51,7 @@ class Identity:
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
+        self.contacts = Contacts()
         network, self._key = files.read_network(node_dir), files.read_key(node_dir / "node-key.pem")
         self.network_id, self.network_name = network.network_id, network.name
         self.bootstrap = list(network.bootstrap)

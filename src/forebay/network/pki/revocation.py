@@ -10,6 +10,7 @@ peer receives no CRLs.
 """
 
 import datetime as dt
+import hashlib
 import logging
 import math
 import re
@@ -130,6 +131,7 @@ class Revocations:
         self._faults: dict[Path, str] = {}
         self._own: frozenset[str] = frozenset()
         self._crls: dict[str, Crl] = {}
+        self._digest = _digest(self._crls)
         self._accepted_at: dict[str, float] = {}
 
     def reason(self, peer: Peer | str) -> str | None:
@@ -166,6 +168,11 @@ class Revocations:
         """The number of the current CRL of each issuer, by its peer id."""
         return {issuer: crl.number for issuer, crl in self.crls().items()}
 
+    def digest(self) -> str:
+        """Return a digest of the numbers of the current CRLs: 16 hexadecimal digits."""
+        self._refreshed()
+        return self._digest
+
     def stamp(self) -> tuple[dict[str, int], frozenset[str]]:
         """A value that changes when a peer is revoked."""
         return self.numbers(), self.own()
@@ -191,7 +198,7 @@ class Revocations:
                 return None
             if crl.issuer not in self._crls and len(self._crls) >= MAX_ISSUERS:
                 raise ProtocolError(f"CRL: expected CRLs of at most {MAX_ISSUERS} issuers in one network")
-            self._crls[crl.issuer] = crl
+            self._put(crl)
             self._accepted_at[crl.issuer] = self._clock()
             self._folder.mkdir(mode=0o700, exist_ok=True)
             atomic_write(self._folder / f"{crl.issuer}.pem", crl.pem, 0o600)
@@ -232,11 +239,20 @@ class Revocations:
         with path.open("rb") as file:
             crl = parse_crl(file.read(MAX_CRL_BYTES + 1), self.root, self._is_newer)
         if crl is not None:
-            self._crls[crl.issuer] = crl
+            self._put(crl)
+
+    def _put(self, crl: Crl) -> None:
+        self._crls[crl.issuer] = crl
+        self._digest = _digest(self._crls)
 
     def _is_newer(self, issuer: str, number: int) -> bool:
         current = self._crls.get(issuer)
         return current is None or number > current.number
+
+
+def _digest(crls: dict[str, Crl]) -> str:
+    text = "\n".join(f"{issuer} {crls[issuer].number}" for issuer in sorted(crls))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | None:
