@@ -23,7 +23,6 @@ from forebay.dataset.manifest import (
     LENGTHS_FILE,
     MANIFEST_FILE,
     TABLE_FILE,
-    SliceTable,
 )
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
@@ -78,7 +77,6 @@ class DataNode(SliceServer):
 
         NetworkError if it cannot listen, or reach the server behind a dataset.
         """
-        tables = dict[str, SliceTable]()
         for dataset in self.datasets:
             url, files = "", dict[str, bytes | Path]()
             if not dataset.is_local:
@@ -93,16 +91,15 @@ class DataNode(SliceServer):
             earlier = ancestors(dataset.manifest.lineage)
             family = next(iter(earlier), "")
             shared = SharedDataset(dataset.name, dataset.id, dataset.num_slices, files, url=url, family=family)
-            self._shared[dataset.id], tables[dataset.id] = shared, dataset.table
+            self._shared[dataset.id] = shared
             for id, num_slices in earlier.items():
                 if 0 < num_slices <= dataset.num_slices and id not in self._shared:
                     self._shared[id] = replace(shared, dataset_id=id, num_slices=num_slices, files={}, is_earlier=True)
-                    tables[id] = dataset.table
         self._server.start()
         for id, shared in self._shared.items():
             # A web server or bucket is a provider with its URL as id.
             own = Provider(shared.url or self.identity.peer_id, shared.url or self.address, True)
-            self.tracker.add(id, shared.num_slices, [own], slice_of=tables[id].row)
+            self.tracker.add(id, shared.num_slices, [own])
         self._announce()
         self._announcer.start()
         names = ",".join(dataset.name for dataset in self.datasets)

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-import urllib.parse
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -108,18 +107,13 @@ def _job(args: Namespace) -> None:
     if args.scheduler is None:
         raise UsageError("job: expected --scheduler HOST:PORT, got none.")
     path, body = f"/v1/job/{args.action}", dict[str, Any]()
-    if args.action == "pardon":
-        if len(args.arguments) != 1:
-            raise UsageError("job pardon: expected a peer id.")
-        path = f"/v1/peers/{urllib.parse.quote(args.arguments[0], safe='')}/pardon"
-    elif args.arguments:
+    if args.arguments:
         if args.action != "readmit" or not all(text.isdecimal() for text in args.arguments):
             expected = "numbers of slices" if args.action == "readmit" else "no more arguments"
             raise UsageError(f"job {args.action}: expected {expected}, got {' '.join(args.arguments)!r:.100}.")
         body = {"slices": [int(text) for text in args.arguments]}
     reply, _ = send_request(args, args.scheduler, path, body)
-    text = f"pardoned {args.arguments[0]}" if args.action == "pardon" else job_line(reply)
-    print_result(args, reply, text)
+    print_result(args, reply, job_line(reply))
 
 
 def add_verbs(verb: Any, group: Any) -> None:
@@ -145,7 +139,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add_flag("--exit-when-done", "exit when the job is done; 1 if slices were set aside")
     p.add("--dashboard", "also serve its page there, on this machine only (default: no page)", metavar="HOST:PORT")
     p = verb("job", _job, "pause, resume or change the job of a running scheduler; needs the role admin")
-    p.add("action", "pardon: a banned peer", choices=["pause", "resume", "readmit", "pardon"])
-    p.add("arguments", "readmit: slices (default: all); pardon: a peer id", nargs="*", metavar="ARG")
+    p.add("action", "readmit: slices that were set aside", choices=["pause", "resume", "readmit"])
+    p.add("arguments", "readmit: slices (default: all)", nargs="*", metavar="ARG")
     p.add("--scheduler", "address of the scheduler (required)", metavar="HOST:PORT")
     add_identity(p)

@@ -44,7 +44,7 @@ COLUMNS = {
         peer_bytes=B shared_bytes=B step last_seen_s=s"""
     ),
     "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
-    "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers banned id"),
+    "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers reported id"),
     "peers": _columns("peer bytes_sent=B"),
     "stages": _columns(
         "stage state done_share=share documents_in documents_out cpu_s=s elapsed_s=s remaining_s=s documents_per_s"
@@ -118,7 +118,10 @@ def job_view(status: Row, nodes: Rows) -> View:
             "bytes": status["num_bytes"],
         }],
         events=status["events"] + [
-            {"at": None, "level": "error", "text": f"{p['peer_id']} sent wrong bytes ({p['reports']}): {p['reason']}"}
+            {
+                "at": None, "level": "error",
+                "text": f"{p['reports']} workers report wrong bytes of {p['peer_id']}: {p['reason']}",
+            }
             for p in status["bad_providers"]
         ],
         uses=status["uses"],
@@ -176,7 +179,7 @@ def node_view(status: Row, bytes_per_s: float | None) -> View:
         },
         nodes=[row],
         datasets=[
-            {**item, **swarms[item["id"]], "banned": ", ".join(swarms[item["id"]]["banned"])}
+            {**item, **swarms[item["id"]], "reported": ", ".join(swarms[item["id"]]["reported"])}
             if swarms.get(item["id"], {}).get("members") else item
             for item in status["datasets"]
         ],

@@ -157,8 +157,6 @@ class Activity:
                 case events.ProviderReported(peer_id, index, reporter, reason):
                     text = f"{self._name(reporter)} reports {self._name(peer_id)} for slice {index}: {reason}"
                     self._add("warning", text)
-                case events.PeerBanned(peer_id, banned):
-                    self._add("error", f"{self._name(peer_id)} is {'banned' if banned else 'no longer banned'}")
 
     def describe(self) -> dict[str, Any]:
         """The last events and uses, latest first."""

@@ -42,14 +42,6 @@ class ProviderFault:
     wrong: bool = True
 
 
-@dataclass(frozen=True)
-class PendingCheck:
-    """Something that workers report, to be checked: a slice, or a peer that has it."""
-
-    index: int
-    peer: Provider | None = None
-
-
 class SchedulerCore:
     """A job and its swarm.
 
@@ -57,21 +49,20 @@ class SchedulerCore:
         salt: Prefix of lease ids; another one after each restart, so that no id is given twice.
         ttl_s: A peer that sent nothing for so long does not count as a provider; at least a lease's term.
         checks: Whether the caller reads what workers could not, and calls `resolve` for each of `pending_checks`. If
-            not, workers are believed: a slice is set aside after `max_failures` of them, a peer banned after two.
+            not, workers are believed: a slice is set aside after `max_failures` of them.
     """
 
     def __init__(self, spec: JobSpec, *, salt: str = "", ttl_s: float = 30.0, checks: bool = False) -> None:
         self.spec = spec
         self.table = LeaseTable(spec)
         self.sessions = self.table.sessions
-        self.swarm = Swarm(len(spec.samples), ttl_s=max(ttl_s, spec.lease_s), checks=checks)
+        self.swarm = Swarm(len(spec.samples), ttl_s=max(ttl_s, spec.lease_s))
         self.paused = False
         self.failures: dict[int, dict[str, str]] = {}  # slice to worker to the reason
         self.reasons: dict[int, str] = {}  # of slices set aside
         self.enlisted: set[str] = set()
-        # (peer, slice) to the reporters of wrong bytes, each with the reason and the accuser.
-        self.reports: dict[tuple[str, int], dict[str, tuple[str, str]]] = {}
-        self.banned: dict[str, None] = {}
+        # (peer, slice) to the reporters of wrong bytes, each with the reason; they count for the reporters alone.
+        self.reports: dict[tuple[str, int], dict[str, str]] = {}
         self._salt, self._checks = salt, checks
         self._quotas = PeerQuotas(self.sessions, len(spec.samples))
         self._caches = SessionCaches(self.sessions, self.table.free, self.swarm)
@@ -120,7 +111,7 @@ class SchedulerCore:
                 raise LeaseError(f"cached: {error}") from error
         self._caches.update(session, request.address, organisation, cached, now)
         accepted, refused = self._record_uses(peer_id, request, now)
-        self._apply_faults(session, organisation, faults, now)
+        self._apply_faults(session, faults, now)
         self._return_leases(session, request, {use.lease_id for use in refused}, now)
         for lease_id, until in request.declared_until.items():
             lease = session.leases.get(lease_id)
@@ -205,9 +196,7 @@ class SchedulerCore:
                 lost.append(lease_id)
         return active, lost
 
-    def _apply_faults(
-        self, session: WorkerSession, organisation: str, faults: Sequence[ProviderFault], now: float
-    ) -> None:
+    def _apply_faults(self, session: WorkerSession, faults: Sequence[ProviderFault], now: float) -> None:
         worker = session.key[0]
         for fault in faults:
             key = (fault.peer_id, fault.index)
@@ -216,7 +205,7 @@ class SchedulerCore:
             if not fault.wrong:
                 self.swarm.failed(worker, fault.index, fault.peer_id, now)
             elif worker not in self.reports.get(key, ()):
-                self._emit(events.ProviderReported(*key, worker, fault.reason, organisation or worker), now)
+                self._emit(events.ProviderReported(*key, worker, fault.reason), now)
 
     def _return_leases(self, session: WorkerSession, request: ExchangeRequest, refused: set[str], now: float) -> None:
         """Take back failed and released leases, and those of which the session does not know.
@@ -335,23 +324,20 @@ class SchedulerCore:
         """Whether so many workers could not read a slice that it should be set aside, and is not."""
         return len(self.failures.get(index, ())) >= self.spec.max_failures and index not in self.reasons
 
-    def pending_checks(self) -> list[PendingCheck]:
-        """Slices that several workers could not read, and peers of which two say that they sent wrong bytes."""
-        slices = [PendingCheck(index) for index in filter(self._is_doubtful, self.failures)]
-        return slices + [PendingCheck(index, provider) for provider, index in self.swarm.suspects()]
+    def pending_checks(self) -> list[int]:
+        """Slices that several workers could not read."""
+        return list(filter(self._is_doubtful, self.failures))
 
-    def resolve(self, check: PendingCheck, is_good: bool, now: float) -> list[Event]:
-        """Apply the result of a check: whether right bytes were read, from any origin or from the peer."""
-        if check.peer is not None:
-            self._emit(events.PeerBanned(check.peer.peer_id, not is_good), now)
-        elif self._is_doubtful(check.index):
-            failures = self.failures[check.index]
+    def resolve(self, index: int, is_good: bool, now: float) -> list[Event]:
+        """Apply the result of a check of a slice: whether right bytes were read from any origin."""
+        if self._is_doubtful(index):
+            failures = self.failures[index]
             if is_good:
                 for worker in failures:  # each check costs the scheduler a slice: workers cannot ask for many
                     self.bar(worker, now)
-                self._emit(events.SliceCleared(check.index), now)
+                self._emit(events.SliceCleared(index), now)
             else:
-                self._set_aside(check.index, next(iter(failures.values())), now)
+                self._set_aside(index, next(iter(failures.values())), now)
         return self._take_events()
 
     def _set_aside(self, index: int, reason: str, now: float) -> None:
@@ -427,16 +413,9 @@ class SchedulerCore:
                 table.end_epoch()
             case events.JobPaused(paused):
                 self.paused = paused
-            case events.ProviderReported(peer_id, index, reporter, reason, accuser):
-                self.reports.setdefault((peer_id, index), {})[reporter] = reason, accuser
-                self.swarm.failed(reporter, index, peer_id, now, wrong=True, accuser=accuser)
-            case events.PeerBanned(peer_id, True):
-                self.banned[peer_id] = None
-                self.swarm.penalties.ban(peer_id)
-            case events.PeerBanned(peer_id):
-                self.banned.pop(peer_id, None)
-                self.reports = {key: value for key, value in self.reports.items() if key[0] != peer_id}
-                self.swarm.penalties.pardon(peer_id)
+            case events.ProviderReported(peer_id, index, reporter, reason):
+                self.reports.setdefault((peer_id, index), {})[reporter] = reason
+                self.swarm.failed(reporter, index, peer_id, now, wrong=True)
 
     # Time.
 
@@ -487,12 +466,6 @@ class SchedulerCore:
             self._emit(events.SliceReadmitted(index), 0.0)
         return self._take_events()
 
-    def pardon(self, peer_id: str) -> list[Event]:
-        """Drop the reports about a peer, and lift its ban; no event if there are none."""
-        if peer_id in self.banned or any(peer == peer_id for peer, _ in self.reports):
-            self._emit(events.PeerBanned(peer_id, False), 0.0)
-        return self._take_events()
-
     # Persistence.
 
     def snapshot(self) -> dict[str, Any]:
@@ -504,7 +477,6 @@ class SchedulerCore:
             "reasons": list(self.reasons.items()),
             "enlisted": sorted(self.enlisted),
             "reports": [[*key, reporters] for key, reporters in self.reports.items()],
-            "banned": list(self.banned),
         }
 
     def restore(self, saved: Mapping[str, Any], now: float = 0.0) -> None:
@@ -515,7 +487,5 @@ class SchedulerCore:
         self.reasons = dict(saved["reasons"])
         self.enlisted = set(saved["enlisted"])
         for peer_id, index, reporters in saved["reports"]:
-            for reporter, (reason, accuser) in reporters.items():
-                self.apply(events.ProviderReported(peer_id, index, reporter, reason, accuser), now)
-        for peer_id in saved["banned"]:
-            self.apply(events.PeerBanned(peer_id), now)
+            for reporter, reason in reporters.items():
+                self.apply(events.ProviderReported(peer_id, index, reporter, reason), now)

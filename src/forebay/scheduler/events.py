@@ -92,7 +92,6 @@ class ProviderReported(NamedTuple):
     slice_index: int
     reporter: str
     reason: str
-    accuser: str = ""
 
 
 class SliceCleared(NamedTuple):
@@ -101,16 +100,9 @@ class SliceCleared(NamedTuple):
     slice_index: int
 
 
-class PeerBanned(NamedTuple):
-    """The scheduler got wrong bytes from a peer; if not `banned`: reports about the peer are void."""
-
-    peer_id: str
-    banned: bool = True
-
-
 Event: TypeAlias = (
     WorkerEnlisted | LeaseGranted | UsesRecorded | LeaseCut | LeaseReturned | SliceFailed | SliceSetAside
-    | SliceReadmitted | EpochEnded | JobPaused | ProviderReported | SliceCleared | PeerBanned
+    | SliceReadmitted | EpochEnded | JobPaused | ProviderReported | SliceCleared
 )  # fmt: skip
 _KINDS: tuple[type[Event], ...] = get_args(Event)  # their numbers on disk are their places here
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}

@@ -37,7 +37,7 @@ LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 SNAPSHOT_EVENTS = 20_000  # after so many events a snapshot replaces them
-VERSION = 7
+VERSION = 8
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;

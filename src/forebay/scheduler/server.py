@@ -40,14 +40,13 @@ from forebay.network.server import Server
 from forebay.scheduler import status
 from forebay.scheduler.activity import Activity
 from forebay.scheduler.catalog import Catalog, ManifestStore, started_id
-from forebay.scheduler.core import PendingCheck, SchedulerCore, StaleAttemptError
-from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
+from forebay.scheduler.core import SchedulerCore, StaleAttemptError
+from forebay.scheduler.events import Event, ProviderReported, UsesRecorded, WorkerEnlisted
 from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
 from forebay.storage.locks import Lock
 from forebay.swarm.share import RANGED
-from forebay.swarm.tracker import BanLog
 
 ORIGIN_TTL_S = 20.0  # a data node that died is named for so long
 # A worker sends a request at least once a minute, and keeps its connection.
@@ -103,7 +102,6 @@ class SchedulerService:
             ManifestStore(self.state_dir), publishers, from_urls,
             {"packing": packing, "documents": documents, "split": split, "validation": validation_fraction},
         )  # fmt: skip
-        self._bans = BanLog(identity)
         self._activity = Activity()
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
@@ -166,7 +164,6 @@ class SchedulerService:
             self._journal = self._read_journal()
             if self.is_done():
                 self._over_from = time.monotonic() + END_S
-            self._bans.mark_recorded(self._catalog.spec.dataset_id, self._journal.core.swarm.penalties.banned)
             self._add_origins()
             self._server.start()
             self._announce()
@@ -267,28 +264,25 @@ class SchedulerService:
                 log.error("scheduler %s: %s", self.name, error)
 
     async def _run_checks(self) -> None:
-        """Read slices that several workers could not, before one is set aside or a peer is banned."""
-        retries: dict[PendingCheck, tuple[float, float]] = {}  # when, and after how long a wait
+        """Read slices that several workers could not, before one is set aside."""
+        retries: dict[int, tuple[float, float]] = {}  # when, and after how long a wait
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             with self._lock:
                 checks = [] if self._open_journal().broken else self._open_journal().core.pending_checks()
-            retries = {check: retries[check] for check in checks if check in retries}
-            for check in checks:
-                retry_at, wait_s = retries.get(check, (0.0, CHECK_EVERY_S))
+            retries = {index: retries[index] for index in checks if index in retries}
+            for index in checks:
+                retry_at, wait_s = retries.get(index, (0.0, CHECK_EVERY_S))
                 if time.monotonic() < retry_at:
                     continue
-                is_good = await asyncio.to_thread(self._catalog.check_slice, check.index, check.peer)
+                is_good = await asyncio.to_thread(self._catalog.check_slice, index, None)
                 if is_good is None:
                     wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)
-                    retries[check] = time.monotonic() + wait_s, wait_s
+                    retries[index] = time.monotonic() + wait_s, wait_s
                     continue
-                change = partial(SchedulerCore.resolve, check=check, is_good=is_good, now=time.monotonic())
+                change = partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
                 for event in await self._change(change):
                     log.warning("checked: %s", event)
-                    if isinstance(event, PeerBanned) and event.banned:
-                        dataset_id = self._catalog.spec.dataset_id
-                        self._bans.record(dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
 
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
         """Wait until all that was put up to a ticket is on disk: one commit at a time, for all that wait meanwhile.
@@ -338,7 +332,6 @@ class SchedulerService:
         admin("/v1/job/readmit", summary="Lease slices again that were set aside; all, if none are named.")(
             self._readmit
         )
-        admin("/v1/peers/{peer_id}/pardon", summary="Drop reports about a peer.")(self._pardon)
         return app
 
     def _check_running(self) -> None:
@@ -464,10 +457,3 @@ class SchedulerService:
 
     async def _readmit(self, request: Request, message: ReadmitRequest) -> Response:
         return await self._administer(request, "readmit", lambda core: core.readmit(message.slices))
-
-    async def _pardon(self, request: Request, peer_id: str) -> Response:
-        self._check_running()
-        if not await self._change(lambda core: core.pardon(peer_id)):
-            raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: there are no reports about it here")
-        self.identity.record_event("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
-        return JsonResponse({"pardoned": peer_id})

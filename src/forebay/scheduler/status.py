@@ -62,7 +62,7 @@ def full_status(
         "bad_providers": [
             {
                 "peer_id": peer_id, "sha256": catalog.table.row(index).sha256, "reports": len(reporters),
-                "reason": next(iter(reporters.values()))[0],
+                "reason": next(iter(reporters.values())),
             }
             for (peer_id, index), reporters in core.reports.items()
         ],

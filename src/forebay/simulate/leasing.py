@@ -277,7 +277,7 @@ class _World:
             "leases_lost": sum(worker.state.num_lost for worker in workers),
             "wasted_by_living": lost,
             "longest_silence_s": max(worker.silence_s for worker in workers),
-            "bans": len(self.scheduler.core.swarm.penalties.banned),
+            "reported": len(self.scheduler.core.swarm.penalties.reported(self.clock.now)),
             **self.net.counts,
             **self.scheduler.counts,
         }

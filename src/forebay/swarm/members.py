@@ -4,11 +4,11 @@ Bits are laid out [slices / 8, rows]: the members that have a slice are read as 
 10,000), the slices of a member in strides. The operating system allocates only memory that was written to.
 
 A node may have several processes, each a member, named `PEER_ID#SESSION` (`member_id`); a ban covers all members of a
-node. An accuser is an organisation, or a node that belongs to none.
+node.
 """
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -213,48 +213,29 @@ class Downloads(OrderedDict[Pair, Download]):
 
 
 _AVOID_S, _MAX_AVOID_S = 1.0, 60.0
-_ACCUSERS = 2
+BAN_S = 3600.0
 _DAMAGED = 2  # slices
-_MAX_ACCUSED = 256  # nodes that one accuser is remembered to have accused
-_MAX_DISCREDITED = 4096
+_MAX_BANNED = 256  # nodes that are banned for one
 
 
 class PeerPenalties:
-    """The avoided and banned members.
+    """The members to which an asker is not sent, by what they sent to its own node.
 
-    A member that fails an asker is avoided by that asker for 1 s, then 2 s, up to a minute. One that sent wrong bytes
-    is banned for the asker's node at once. Two accusers make a suspect: it is banned for all, or with `checks` once the
-    tracker has fetched wrong bytes from it and called `ban`. An origin may have one corrupt file: it is banned once it
-    sent a node wrong bytes of a second slice, and with `checks` a suspect once its accusers report two slices.
+    What others say does not count: each node finds out for itself, for the price of one chunk. A member that fails an
+    asker is avoided by that asker for 1 s, then 2 s, up to a minute. One that sent wrong bytes is banned for that
+    node for an hour; an origin, which may have one corrupt file, once it sent wrong bytes of a second slice.
     """
 
-    def __init__(self, checks: bool) -> None:
-        self.checks = checks
+    def __init__(self) -> None:
         self._members: dict[str, set[str]] = {}  # by node
         self._until: dict[str, dict[str, tuple[float, float]]] = {}  # asker: member: (until, seconds)
-        self._banned: dict[str, dict[str, None]] = {}  # node: nodes, the latest last
-        self._accusers: dict[str, dict[str, int]] = {}  # node: accuser: the slice
-        self._banned_for_all: set[str] = set()
-        self._damaged: dict[tuple[str, str], set[int]] = {}  # (accuser, origin): slices
-        self._discredited: dict[str, None] = {}  # accusers of a node that sent right bytes when it was checked
+        self._banned: dict[str, dict[str, float]] = {}  # node: nodes and until when, the latest last
+        self._damaged: dict[tuple[str, str], set[int]] = {}  # (node, origin): slices
 
-    @property
-    def banned(self) -> list[str]:
-        """The nodes that are banned for all."""
-        return sorted(self._banned_for_all)
-
-    def suspects(self) -> list[tuple[str, int]]:
-        """Nodes with two accusers, each with a slice to check."""
-        return [
-            (node, next(reversed(accusers.values())))
-            for node, accusers in self._accusers.items()
-            if len(accusers) >= _ACCUSERS and node not in self._banned_for_all and not self._has_one_damaged(node)
-        ]
-
-    def _has_one_damaged(self, node: str) -> bool:
-        """Whether all reports about an origin are of one slice."""
-        slices = [slices for (_, origin), slices in self._damaged.items() if origin == node]
-        return bool(slices) and len(set[int]().union(*slices)) < _DAMAGED
+    def reported(self, now: float) -> dict[str, int]:
+        """Return how many nodes each node is banned for."""
+        counts = Counter(node for banned in self._banned.values() for node, until in banned.items() if until > now)
+        return dict(sorted(counts.items()))
 
     def join(self, member: str) -> None:
         """Add a member."""
@@ -283,52 +264,28 @@ class PeerPenalties:
         """A member sent the asker a slice: earlier failures do not count."""
         self._until.get(asker, {}).pop(member, None)
 
-    def lied(self, asker: str, member: str, index: int, accuser: str, is_origin: bool) -> None:
-        """A member sent the asker wrong bytes of a slice; `accuser` is the asker's organisation, else its node."""
+    def lied(self, asker: str, member: str, index: int, now: float, *, is_origin: bool) -> bool:
+        """A member sent the asker wrong bytes of a slice; return whether it is banned for the asker's node now."""
         node, own = node_of(member), node_of(asker)
-        has_lied = not is_origin
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())
             slices.add(index)
             slices.intersection_update(list(slices)[:_DAMAGED])  # bounded
-            has_lied = len(slices) >= _DAMAGED
-        if has_lied:
-            banned = self._banned.setdefault(own, {})
-            banned[node] = None
-            if len(banned) > _MAX_ACCUSED:
-                del banned[next(iter(banned))]
-        if not (has_lied or self.checks) or (accuser or own) in self._discredited:
-            return
-        accusers = self._accusers.setdefault(node, {})
-        accusers[accuser or own] = index
-        if len(accusers) >= _ACCUSERS and not self.checks:
-            self._banned_for_all.add(node)
-
-    def ban(self, member: str) -> None:
-        """Ban this member's node for all."""
-        self._banned_for_all.add(node_of(member))
-
-    def pardon(self, member: str) -> None:
-        """Lift the bans of this member's node, and discredit its accusers.
-
-        A check costs a slice: later accusations of a discredited accuser count for its own node only.
-        """
-        node = node_of(member)
-        self._banned_for_all.discard(node)
-        self._discredited.update(dict.fromkeys(self._accusers.pop(node, {})))
-        for accuser in list(self._discredited)[:-_MAX_DISCREDITED]:
-            del self._discredited[accuser]
-        for banned in self._banned.values():
-            banned.pop(node, None)
-        for pair in [pair for pair in self._damaged if pair[1] == node]:
-            del self._damaged[pair]
+            if len(slices) < _DAMAGED:
+                return False
+        banned = self._banned.setdefault(own, {})
+        banned.pop(node, None)
+        banned[node] = now + BAN_S
+        if len(banned) > _MAX_BANNED:
+            del banned[next(iter(banned))]
+        return True
 
     def avoided_by(self, asker: str, now: float) -> Iterable[str]:
         """The members that failed the asker lately; some may have left."""
         yield from (member for member, (until, _) in self._until.get(asker, {}).items() if until > now)
 
-    def banned_for(self, asker: str) -> Iterable[str]:
+    def banned_for(self, asker: str, now: float) -> Iterable[str]:
         """The members that are banned for the asker."""
-        for nodes in (self._banned_for_all, self._banned.get(node_of(asker), ())):
-            for node in nodes:
+        for node, until in self._banned.get(node_of(asker), {}).items():
+            if until > now:
                 yield from self._members.get(node, ())

@@ -21,7 +21,7 @@ import numpy as np
 
 from forebay.arrays import BOOL, I32, I64
 from forebay.errors import UsageError
-from forebay.network.peer import Provider, node_of
+from forebay.network.peer import Provider
 from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
 
 PATIENCE_S = 60.0
@@ -36,12 +36,9 @@ class Swarm:
     Args:
         ttl_s: Members that sent nothing for this many seconds are removed.
         slots, origin_slots: Simultaneous uploads of a member, and of an origin.
-        checks: The caller checks suspects before they are banned for all.
     """
 
-    def __init__(
-        self, num_slices: int, *, ttl_s: float = 30.0, slots: int = 4, origin_slots: int = 8, checks: bool = False
-    ) -> None:
+    def __init__(self, num_slices: int, *, ttl_s: float = 30.0, slots: int = 4, origin_slots: int = 8) -> None:
         if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0):
             raise UsageError(f"swarm: expected positive numbers, got {num_slices=} {ttl_s=} {slots=} {origin_slots=}")
         self.num_slices = num_slices
@@ -51,7 +48,7 @@ class Swarm:
         self._members = Members(num_slices)
         self._providers: dict[str, Provider] = {}
         self._downloads = Downloads(num_slices)
-        self.penalties = PeerPenalties(checks)
+        self.penalties = PeerPenalties()
         self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}
 
     # Members and their slices.
@@ -163,10 +160,10 @@ class Swarm:
             if member.address and not member.is_origin:
                 self._members.set(asker, index, True)
 
-    def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False, accuser: str = "") -> None:
-        """The asker did not get the slice from this provider.
+    def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False) -> bool:
+        """The asker did not get the slice from this provider; return whether it is banned for the asker's node now.
 
-        `wrong`: it sent wrong bytes, or violated the protocol. `accuser`: the asker's organisation, if it has one.
+        `wrong`: it sent wrong bytes, or violated the protocol.
         """
         done = self._downloads.get((asker, index))
         if done is not None and done.holder == peer_id:
@@ -174,20 +171,13 @@ class Swarm:
         self._counts["failed"] += 1
         if wrong:
             holder = self._providers.get(peer_id)  # None: a replayed report, before any member has joined
-            return self.penalties.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
+            return self.penalties.lied(asker, peer_id, index, now, is_origin=holder is None or holder.is_origin)
         self.penalties.failed(asker, peer_id, now)
+        return False
 
     def dropped(self, asker: str, index: int) -> None:
         """The asker stopped a download; the provider is not at fault."""
         self._end((asker, index))
-
-    def suspects(self) -> list[tuple[Provider, int]]:
-        """Members that two accusers report, with a slice to fetch from each, and then to `ban` or to `pardon` it."""
-        suspects = []
-        for node, index in self.penalties.suspects():
-            members = (m for m in self._providers.values() if node_of(m.peer_id) == node and m.address)
-            suspects += [(member, index) for member in islice(members, 1)]
-        return suspects
 
     # Queries.
 
@@ -210,7 +200,7 @@ class Swarm:
         """Some of the members that serve and are no origins: those that joined first."""
         return list(islice((m for m in self._providers.values() if m.address and not m.is_origin), max_sharers))
 
-    def status(self) -> dict[str, Any]:
+    def status(self, now: float) -> dict[str, Any]:
         """Counts for status and metrics."""
         copies = self._members.copies
         return {
@@ -220,7 +210,7 @@ class Swarm:
             "under_way": len(self._downloads),
             "slices_with_copies": int(np.count_nonzero(copies)),
             "least_copies": int(copies.min()) if self.num_slices else 0,
-            "banned": self.penalties.banned,
+            "reported": self.penalties.reported(now),
             **self._counts,
         }
 
@@ -242,7 +232,9 @@ class Swarm:
         """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
         shunned = np.zeros(len(members.ids), np.bool_)
-        banned = [members.rows[peer_id] for peer_id in self.penalties.banned_for(asker) if peer_id in self._providers]
+        banned = [
+            members.rows[peer_id] for peer_id in self.penalties.banned_for(asker, now) if peer_id in self._providers
+        ]
         if banned:
             # The last origin is never banned: wrong bytes cost a fetch, its loss the dataset.
             origins = members.is_origin.copy()

@@ -6,25 +6,20 @@ member is given to others only after a TLS connection to it showed its own certi
 downloads only.
 """
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from forebay.arrays import BOOL
-from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ProtocolError
 from forebay.network.client import Client
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of
-from forebay.network.peer_source import verify_provider
-from forebay.network.pki.identity import Identity
 from forebay.network.reachability import ReachabilityChecker
 from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm
@@ -41,7 +36,6 @@ class _TrackedSwarm:
     swarm: Swarm
     own: Sequence[Provider]
     own_flags: Callable[[], BOOL] | None
-    slice_of: Callable[[int], SliceInfo] | None
     read_flags_at: float = float("-inf")
     members_of: dict[str, set[str]] = field(default_factory=dict)  # by organisation
 
@@ -57,25 +51,20 @@ class Tracker:
         self._tracked: dict[str, _TrackedSwarm] = {}
         self._client = client
         self._dialer = ReachabilityChecker(client)
-        self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
-        self._checking: set[tuple[str, str]] = set()
-        self._bans = BanLog(client.identity)
-        self._client_id = client.identity.peer_id if client.identity is not None else ""
 
     def add(
         self, dataset_id: str, num_slices: int, own: Sequence[Provider], own_flags: Callable[[], BOOL] | None = None,
-        *, slice_of: Callable[[int], SliceInfo] | None = None, origin_slots: int = 8,
+        *, origin_slots: int = 8,
     ) -> None:  # fmt: skip
         """Track a dataset.
 
         Args:
             own: Providers that live as long as this tracker: the node itself, or the origins behind it.
             own_flags: Slices that `own` have, if they are no origins; read every second.
-            slice_of: The table's row of a slice, to check a provider that is accused; None: two accusers are believed.
         """
-        swarm = Swarm(num_slices, origin_slots=origin_slots, checks=slice_of is not None)
+        swarm = Swarm(num_slices, origin_slots=origin_slots)
         with self._lock:
-            self._tracked.setdefault(dataset_id, _TrackedSwarm(swarm, own, own_flags, slice_of))
+            self._tracked.setdefault(dataset_id, _TrackedSwarm(swarm, own, own_flags))
 
     def tracks(self, dataset_id: str) -> bool:
         """Whether a dataset is tracked here."""
@@ -109,11 +98,7 @@ class Tracker:
                     self._add_session(tracked, peer.org, me)
             is_reached = True if own is not None else self._dialer.check(peer, request.address, source)
             member = own or Provider(me, request.address if is_reached else "", False)
-            reply = steer(swarm, member, request, now, organisation=peer.org, may_fetch=is_reached is not None)
-            if any(fetch.wrong for fetch in request.failed):
-                self._bans.record(dataset_id, swarm.penalties.banned, peer.peer_id)
-                self._check_suspects(dataset_id, tracked)
-            return reply
+            return steer(swarm, member, request, now, may_fetch=is_reached is not None)
 
     def _add_session(self, tracked: _TrackedSwarm, org: str, member: str) -> None:
         """Count one more member of an organisation; ProtocolError if it has too many. With the lock held."""
@@ -129,38 +114,12 @@ class Tracker:
     def status(self) -> dict[str, dict[str, Any]]:
         """Return figures of each dataset, by id, for status and metrics."""
         with self._lock:
-            return {dataset_id: tracked.swarm.status() for dataset_id, tracked in self._tracked.items()}
+            now = time.monotonic()
+            return {dataset_id: tracked.swarm.status(now) for dataset_id, tracked in self._tracked.items()}
 
     def close(self) -> None:
-        """Stop connecting to members and checking providers. May be called twice."""
+        """Stop connecting to members. May be called twice."""
         self._dialer.close()
-        self._checks.shutdown(wait=False, cancel_futures=True)
-
-    def _check_suspects(self, dataset_id: str, tracked: _TrackedSwarm) -> None:
-        """Check the providers that two members accuse of wrong bytes. With the lock held."""
-        for provider, index in tracked.swarm.suspects():
-            pair = dataset_id, provider.peer_id
-            is_own = any(own.peer_id == provider.peer_id for own in tracked.own)
-            if tracked.slice_of is None or is_own or provider.is_url or pair in self._checking:
-                continue
-            self._checking.add(pair)
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._checks.submit(self._check, dataset_id, tracked, provider, index)
-
-    def _check(self, dataset_id: str, tracked: _TrackedSwarm, provider: Provider, index: int) -> None:
-        assert tracked.slice_of is not None
-        try:
-            is_right = verify_provider(self._client, provider, tracked.slice_of(index))
-        except Exception:
-            log.exception("check of %s failed", provider.peer_id)
-            is_right = None
-        with self._lock:
-            self._checking.discard((dataset_id, provider.peer_id))
-            if is_right:
-                tracked.swarm.penalties.pardon(provider.peer_id)
-            elif is_right is False:
-                tracked.swarm.penalties.ban(provider.peer_id)
-                self._bans.record(dataset_id, tracked.swarm.penalties.banned, self._client_id, "wrong bytes")
 
     def _refresh(self, tracked: _TrackedSwarm, now: float) -> None:
         flags = None
@@ -173,7 +132,7 @@ class Tracker:
 
 
 def steer(
-    swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, organisation: str = "", may_fetch: bool = True
+    swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, may_fetch: bool = True
 ) -> dict[str, Any]:
     """Apply the request of a member to its swarm and return the SwarmReply.
 
@@ -181,7 +140,6 @@ def steer(
 
     Args:
         member: Name and address that others get; without an address it is not named to others.
-        organisation: Of its certificate; members of one organisation count as one accuser.
         may_fetch: False while its address is being checked: it repeats the request in a moment.
     """
     me, registered = member.peer_id, swarm.get(member.peer_id)
@@ -193,8 +151,10 @@ def steer(
     is_new = registered is None or registered.address != member.address
     swarm.join(member, have, now)
     for failed in request.failed:
-        if swarm.get(failed.member) is not None:  # else this tracker never named it
-            swarm.failed(me, failed.index, failed.member, now, failed.wrong, organisation)
+        if swarm.get(failed.member) is None:
+            continue  # this tracker never named it
+        if swarm.failed(me, failed.index, failed.member, now, failed.wrong):
+            log.warning("%s reports wrong bytes of slice %d from %s", me, failed.index, failed.member)
     for index in request.dropped:
         swarm.dropped(me, index)
     for index in request.finished:
@@ -215,25 +175,3 @@ def _provider_json(provider: Provider) -> dict[str, Any]:
     name = provider.peer_id
     peer_id = name if provider.is_url else node_of(name)
     return {"member": name, "peer_id": peer_id, "address": provider.address, "is_origin": provider.is_origin}
-
-
-class BanLog:
-    """Logs each ban of a swarm once, and records it with the identity, if there is one."""
-
-    def __init__(self, identity: Identity | None) -> None:
-        self._identity = identity
-        self._recorded: set[tuple[str, str]] = set()
-
-    def mark_recorded(self, dataset_id: str, banned: Iterable[str]) -> list[str]:
-        """Mark bans as recorded; return the new ones."""
-        new = [peer_id for peer_id in banned if (dataset_id, peer_id) not in self._recorded]
-        self._recorded.update((dataset_id, peer_id) for peer_id in new)
-        return new
-
-    def record(self, dataset_id: str, banned: Iterable[str], by: str, reason: str = "") -> None:
-        """Record the new bans after a report of `by`."""
-        for peer_id in self.mark_recorded(dataset_id, banned):
-            log.warning("peer banned as a provider: peer_id=%s dataset=%s reason=%s", peer_id, dataset_id, reason)
-            if self._identity is not None:
-                details = {"reason": reason} if reason else {}
-                self._identity.record_event("ban", peer=peer_id, dataset=dataset_id, by=by, **details)

@@ -203,8 +203,8 @@ def powers_of_others(a: Attacker) -> Iterator[Message]:
     for address in a.both:
         for path in ("/metrics", "/v1/status", "/openapi.json", "/v1/crls/" + "a" * 32):
             yield address, "GET", path, None
-    for path in ("job/pause", "job/resume", "job/readmit", f"peers/{a.me.peer_id}/pardon"):
-        yield a.scheduler, "POST", f"/v1/{path}", {}
+    for verb in ("pause", "resume", "readmit"):
+        yield a.scheduler, "POST", f"/v1/job/{verb}", {}
 
 
 def slow_readers(a: Attacker) -> None:

@@ -85,7 +85,7 @@ def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, fetcher, share=False) as leech:
         take_all(leech, tmp_path / "leech")
-        assert swarm.copies().max() == 0 and swarm.status()["unreachable"] == 1
+        assert swarm.copies().max() == 0 and swarm.status(0.0)["unreachable"] == 1
         with member(world, "a", node, fetcher, share=True) as sharer:
             take_all(sharer, tmp_path / "sharer")
             assert sharer[0].reader.stats()["from_origins"] == SLICES

@@ -56,7 +56,7 @@ def test_a_late_provider_is_avoided_for_a_while_and_not_banned() -> None:
         assert not core.exchange(worker, ExchangeRequest(), 0.0, faults=[late])[1]
         assert providers(worker, 0.0) == {"other"}
     assert providers("c", 0.0) == providers("a", 5.0) == {"origin", "other"}
-    assert core.swarm.status()["banned"] == [] and not core.reports
+    assert core.swarm.status(5.0)["reported"] == {} and not core.reports
     core.exchange("a", ExchangeRequest(), 5.0, faults=[ProviderFault("absent", 1, "late", wrong=False)])
 
 
