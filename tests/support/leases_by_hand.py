@@ -61,7 +61,6 @@ class FetchingWorker:
         self.feed = ChunkFeed(
             [self.dataset], [True], run, (0, 1), 1, CacheSettings(directory, cache_bytes, 8, None, False),
             lambda cache, on_change: granted, tries=2, timeout_s=1.0, max_backoff_s=1.0,
-            min_bytes_per_s=1 << 15,
         )  # fmt: skip
         self.cache = self.feed.open_cache()
         self.leases = LeaseState(4, cache_bytes, 0.1, lambda grant: self.fetcher.release(grant))

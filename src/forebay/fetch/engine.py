@@ -49,7 +49,8 @@ _POLL_S = 0.05
 _LOOKUP_INTERVAL_S = 15.0
 _WATCH_S, _SLOW_S = 0.5, 2.0  # between two looks at what is slow; no source is slow before
 _MUCH = 3  # times as long as another source
-_PACE = 5  # times _SLOW_S, until a source counts as too slow
+_PACE = 5  # times _SLOW_S, until a source that others named counts as too slow
+_MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE = 32 << 10, 1 / 8  # of such a source; of the usual speed
 _USUAL_BYTES_PER_S = 1 << 20  # of a source whose speed is not known
 
 
@@ -60,12 +61,10 @@ class RunFetcher(Closing):
         connections: Requests at once, each in a thread.
         timeout_s, tries: A run fails when no byte came for so long and it was tried so often.
         max_backoff_s: Maximum wait before another try, before jitter.
-        min_bytes_per_s: A source that sends less for ten seconds is not asked for that run again.
     """
 
     def __init__(
-        self, connections: int = 16, *, timeout_s: float = 300.0, tries: int = 6, max_backoff_s: float = 15.0,
-        min_bytes_per_s: float = 0.0,
+        self, connections: int = 16, *, timeout_s: float = 300.0, tries: int = 6, max_backoff_s: float = 15.0
     ) -> None:  # fmt: skip
         if connections < 1 or tries < 1:
             raise UsageError(f"fetch: expected at least one connection and try, got {connections=}, {tries=}.")
@@ -76,7 +75,6 @@ class RunFetcher(Closing):
         self.told_at = float("-inf")
         """When a log line named it."""
         self._timeout_s, self._tries, self._max_backoff_s = timeout_s, tries, max_backoff_s
-        self._min_bytes_per_s = min_bytes_per_s
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards all below
         self._waiting: list[tuple[float, int, int, ChunkRun]] = []  # (not before, order, number, run): a heap
@@ -261,13 +259,20 @@ class RunFetcher(Closing):
                 elapsed_s, received = now - run.paced[1], run.received - run.paced[2]
                 if elapsed_s >= _PACE * _SLOW_S:
                     run.paced = source.url, now, run.received
-                    if received < self._min_bytes_per_s * elapsed_s:
+                    if run.origin.is_steered and received < self._least_bytes_per_s(source) * elapsed_s:
                         run.state.refused[source.url] = f"sent {received} bytes in {elapsed_s:.0f} s"
                         self._request_elsewhere(run, source, now)
                         continue
                 elapsed_s, received = now - run.began_at, run.received - run.began_with
                 if elapsed_s >= _SLOW_S and self._has_better(run, source, elapsed_s, received, now):
                     self._request_elsewhere(run, source, now)
+
+    def _least_bytes_per_s(self, source: Origin) -> float:
+        """What a source that others named must send: also an eighth of what the median of the other sources does."""
+        with self._changed:
+            speeds = sorted(s.speed for url, s in self._sources.items() if s.speed and url != source.url)
+        usual = speeds[len(speeds) // 2] if speeds else 0.0
+        return max(_MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE * usual)
 
     def _has_better(self, run: ChunkRun, source: Origin, elapsed_s: float, received: int, now: float) -> bool:
         with self._changed:
@@ -334,7 +339,7 @@ class RunFetcher(Closing):
             if chosen is None:
                 return None, None, min(_POLL_S, max(0.001, later - time.monotonic()))
             chosen.active += 1
-            if (len(state.sources) > 1 or self._min_bytes_per_s) and self._watch is None:
+            if (len(state.sources) > 1 or run.origin.is_steered) and self._watch is None:
                 self._watch = SupervisedThread(self._take_over, "fetch-watch")
                 with contextlib.suppress(RuntimeError):  # No thread can be started: slow sources are waited for.
                     self._watch.start()
@@ -365,7 +370,10 @@ class RunFetcher(Closing):
                             f"{source.url}: expected {stop - run.position} bytes of {run.name}, got more"
                         )
                     run.received += len(data)
+                    first = run.next
                     self._write(run, source, data, leaves, file.fileno())
+                if run.next > first:
+                    run.origin.verified((run.next - first) * size)
                 run.state.last_byte_at = time.monotonic()
         if run.position < stop:
             raise TransientError(f"the body of {run.name} ended at byte {run.position}, before {stop}")

@@ -110,11 +110,15 @@ class Sources(Protocol):
     """An Origin, or several."""
 
     url: str
+    is_steered: bool
 
     def sources(self) -> Sequence[Origin]:
         """See Origin; may raise NoProviderError."""
 
     def report(self, source: Origin, error: NetworkError) -> bool:
+        """See Origin."""
+
+    def verified(self, num_bytes: int) -> None:
         """See Origin."""
 
 

@@ -63,6 +63,7 @@ class LeaseProviders:
 
     fetches: "LeaseFetches"
     grant: Lease
+    is_steered = True
 
     def __post_init__(self) -> None:
         self.url = f"the providers of the lease of slice {self.grant.slice}"
@@ -103,6 +104,9 @@ class LeaseProviders:
                     faults[name] = error if is_final else None
                     state.report(name, self.grant.sha256, str(error), wrong=wrong, rejected=is_final)
         return is_final
+
+    def verified(self, num_bytes: int) -> None:
+        return
 
 
 class GrantedProviders(Providers):

@@ -35,7 +35,6 @@ _CONTINUE_S = (
     2.0  # A batch that has samples waits no longer for the next lease; one without releases later datasets' leases.
 )
 _YIELD = -1
-_MIN_BYTES_PER_S = 32 << 10  # of a provider
 _log = logging.getLogger("forebay.worker")
 
 
@@ -49,7 +48,7 @@ class LeaseSlices(SliceReader):
         datasets, self._granted = [job.dataset for job in jobs], GrantedProviders()
         super().__init__(
             datasets, [True] * len(jobs), run, 0, 1, cache, False, self._granted, tries=2, timeout_s=1.0,
-            max_backoff_s=1.0, min_bytes_per_s=_MIN_BYTES_PER_S,
+            max_backoff_s=1.0,
         )  # fmt: skip
         self.jobs = jobs
         self._session_settings, self._stats_of_loader = settings, stats

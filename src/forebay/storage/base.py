@@ -93,6 +93,7 @@ class Origin(Protocol):
 
     url: str  # for messages; contains no secret
     is_last: bool = False  # whether it is asked only where no other source can be
+    is_steered: bool = False  # whether others name the sources: a slow one is reported, and another is named
     table: SliceTable | None = None  # of the dataset there, once that is open
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
@@ -125,6 +126,10 @@ class Origin(Protocol):
     def report(self, source: Origin, error: NetworkError) -> bool:
         """A request to one of the `sources` failed. Return whether these have changed."""
         return False
+
+    def verified(self, num_bytes: int) -> None:
+        """Bytes that one of the `sources` sent have their hash."""
+        return
 
 
 class ObjectOrigin(Origin, Protocol):

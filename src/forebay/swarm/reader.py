@@ -1,7 +1,10 @@
 """Client side of a swarm: asks a tracker which slices to download from which peer, and serves what is here.
 
-`forebay.fetch` downloads and verifies the bytes, and replaces slow providers. Cost: a request per slice or two (about
-300 bytes), and one every 0.2 s while all wait.
+`forebay.fetch` downloads and verifies the bytes, and reports slow providers. A tracker is judged by the bytes that
+verify: the next one is asked after ten seconds in which too few did, and if that goes on for longer than a slice should
+take, the data nodes are asked without a tracker for some minutes.
+
+Cost: a request per slice or two (about 300 bytes), and one every 0.2 s while all wait.
 """
 
 import itertools
@@ -9,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -39,6 +42,10 @@ MAX_WANTED = 4096
 """Missing slices in one request."""
 BUSY_S = 2.0
 _HAVE_S = 10.0
+IDLE_S, MIN_BYTES_PER_S = 10.0, 32 << 10
+"""A tracker is left if fewer bytes verified for so long."""
+_MIN_PATIENCE_S, _SLICE_BYTES_PER_S = 30.0, 512 << 10  # until the data nodes are asked; of a slice that is waited for
+_DIRECT_S = 300.0
 _UNANSWERED_S = 0.5
 _REFUSED_S = 10.0
 Body: TypeAlias = dict[str, Any]
@@ -51,15 +58,19 @@ class SliceProvider:
 
     reader: "SwarmReader"
     index: int
+    is_steered = True
 
     def __post_init__(self) -> None:
         self.url = f"the swarm of {self.reader.dataset_id[:12]}…"
 
-    def sources(self) -> list[Origin]:
-        return [self.reader.source(self.index)]
+    def sources(self) -> Sequence[Origin]:
+        return self.reader.sources(self.index)
 
     def report(self, source: Origin, error: NetworkError) -> bool:
         return self.reader.failed(self.index, source, error)
+
+    def verified(self, num_bytes: int) -> None:
+        self.reader.num_verified += num_bytes
 
 
 @dataclass(eq=False)
@@ -75,6 +86,7 @@ class SwarmReader:
         share: Its server, which the caller closes; None: it only downloads.
         downloads: Slices at once.
         open_url: Opens a URL that a tracker names; raises NetworkError if it may not be read.
+        direct: Returns the sources to ask without a tracker; raises NetworkError if there are none.
         timeout_s: Requested slices fail after so long without data and without an available provider.
     """
 
@@ -87,7 +99,9 @@ class SwarmReader:
     share: SliceShare | None = None
     downloads: int = 4
     open_url: Callable[[str], Origin] | None = None
+    direct: Callable[[], Sequence[Origin]] | None = None
     timeout_s: float = 120.0
+    now: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         share = self.share
@@ -101,13 +115,17 @@ class SwarmReader:
         self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
         self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}  # for the next request
         self._reported: BOOL | None = None  # the slices that the tracker knows of
-        self._reported_at, self._good_at = float("-inf"), time.monotonic()
+        self._reported_at = self._direct_until = float("-inf")
+        self.num_verified = 0  # bytes, since `_judged_at`
+        self._judged_at = self._good_at = self.now()
+        largest = int(self.table.bytes.max()) if len(self.table) else 0
+        self._patience_s = max(_MIN_PATIENCE_S, largest / _SLICE_BYTES_PER_S)
         self._is_due = self._closed = False
         own = Provider(share.identity.peer_id, self._address, False) if share is not None else None
         self._tracker = TrackerClient(self.client, self.dataset_id, self.trackers, own)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
-    def source(self, index: int) -> Origin:
+    def sources(self, index: int) -> Sequence[Origin]:
         """Return who sends a slice now; the tracker is told of the request.
 
         Raises:
@@ -121,11 +139,14 @@ class SwarmReader:
             if index in self._given_up:
                 raise self._given_up[index]
             if index in self._sources:
-                return self._sources[index][1]
-            if index not in self._waiting:
-                self._waiting.add(index)
-                self._notify()
-        raise NoProviderError(f"{name}: no tracker has named a provider yet")
+                return [self._sources[index][1]]
+            if self.direct is None or self.now() >= self._direct_until:
+                if index not in self._waiting:
+                    self._waiting.add(index)
+                    self._notify()
+                raise NoProviderError(f"{name}: no tracker has named a provider yet")
+            self._waiting.discard(index)
+        return self.direct()
 
     def _notify(self) -> None:
         """Have a request sent now. With the lock held."""
@@ -147,7 +168,7 @@ class SwarmReader:
         self._updates["failed"].append({"index": index, "member": provider.peer_id, "wrong": is_wrong})
         self._counts["failed"] += 1
         if isinstance(error, PermanentError):
-            self._refused.setdefault(index, (error, time.monotonic()))
+            self._refused.setdefault(index, (error, self.now()))
         self._waiting.add(index)
         self._notify()
 
@@ -159,7 +180,6 @@ class SwarmReader:
             self._refused.pop(index, None)
             provider, _ = self._sources.pop(index, (None, None))
             if provider is not None:
-                self._good_at = time.monotonic()
                 self._updates["finished" if is_complete else "dropped"].append(index)
                 if is_complete:
                     self._counts["from_origins" if provider.is_origin else "from_peers"] += 1
@@ -185,15 +205,16 @@ class SwarmReader:
         wait_s = 0.0
         while not self._closed:
             self._give_up()  # first, so that requests end even if those below fail
+            self._judge()
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._is_due, wait_s)
+                self._changed.wait_for(lambda: self._closed or self._is_due, min(wait_s, IDLE_S / 4))
             if not self._closed:
                 wait_s = self._request()
         self._tracker.leave({"session": self._session})
 
     def _request(self) -> float:
         """Send one request and note the named providers; return the maximum wait until the next, in seconds."""
-        now = time.monotonic()
+        now = self.now()
         is_told = not self._address or (self._reported is not None and now - self._reported_at <= _HAVE_S)
         flags = None if is_told else self.own_flags()
         with self._changed:
@@ -248,10 +269,7 @@ class SwarmReader:
         sharers = [_provider_of(sharer) for sharer in message.sharers]
         opened = {index: self._open(index, provider) for index, provider in assigned.items()}
         self._tracker.add_sharers(sharers)
-        tracker = self._tracker.current
         with self._changed:
-            if assigned or sharers or (tracker is not None and tracker.is_origin):
-                self._good_at = time.monotonic()  # a provider may be available; a reader that is alone has none
             for index, provider in assigned.items():
                 source = opened[index]
                 if index not in self._waiting:
@@ -280,11 +298,35 @@ class SwarmReader:
                 self._tracker.drop_current()
             return error
 
+    def _judge(self) -> None:
+        """Leave a tracker of whose answers too little came; ask the data nodes themselves if that goes on."""
+        with self._changed:
+            now = self.now()
+            is_wanted = bool(self._waiting or self._sources)
+            elapsed_s, num_verified = now - self._judged_at, self.num_verified
+            if is_wanted and elapsed_s < IDLE_S:
+                return
+            self._judged_at, self.num_verified = now, 0
+            if not is_wanted or num_verified >= MIN_BYTES_PER_S * elapsed_s:
+                self._good_at = now
+                return
+            self._reported = None
+            is_direct = self.direct is not None and now - self._good_at >= self._patience_s
+            self._direct_until = now + _DIRECT_S if is_direct else self._direct_until
+        self._tracker.leave_current()
+        log.info(
+            "swarm of %s: %d bytes in %.0f s: asking another tracker", self.dataset_id[:12], num_verified, elapsed_s
+        )
+        if is_direct:
+            log.warning("swarm of %s: too little comes of it; asking the data nodes themselves", self.dataset_id[:12])
+            self.on_change()
+
     def _give_up(self) -> None:
         """Fail the requests whose provider cannot be asked, for ten seconds, or whose slice no peer can serve."""
         with self._changed:
-            now = time.monotonic()
-            is_late = not self._sources and now - self._good_at >= self.timeout_s
+            now = self.now()
+            patience_s = self.timeout_s + (self._patience_s if self.direct is not None else 0.0)
+            is_late = not self._sources and now - self._good_at >= patience_s
             for index in list(self._waiting):
                 refusal, since = self._refused.get(index, (None, now))
                 if is_late or now - since > _REFUSED_S:
@@ -339,7 +381,7 @@ class SwarmMember(Closing):
         self.reader = SwarmReader(
             origin.client, dataset.id, dataset.table,
             lambda: [Provider(c.peer_id, c.address, c.is_whole) for c in origin.claims(_MAX_TRACKER_AGE_S)], own_flags,
-            on_change, share=self.share, downloads=downloads, open_url=origin.open_url,
+            on_change, share=self.share, downloads=downloads, open_url=origin.open_url, direct=origin.sources,
         )  # fmt: skip
 
     def origin(self, index: int) -> SliceProvider:

@@ -1,8 +1,8 @@
 """The trackers of a dataset's swarm, of which a reader asks one.
 
-They are the data nodes of the dataset, then members that share; when one dies, the next is asked. All readers that find
-the same trackers choose the same one, so the swarm is not split: the first by a hash of dataset, day and tracker, which
-the choice of a key cannot influence. A malicious tracker can waste time only.
+They are the data nodes of the dataset, then members that share; when one dies, or too little comes of its answers, the
+next is asked. The order of data nodes is by a hash of dataset, day, reader and data node: no choice of a key makes one
+first for all. The order of members that share is the same for all readers, so that they meet at one.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ REQUEST_TIMEOUT_S = 10.0
 _HOME_S = 30.0  # between look-ups for a data node while a member is the tracker
 _RETRY_S = 3.0  # until the next look-up after an empty one
 _DEAD_S = 30.0  # how long a tracker that did not respond is not asked
+_LEFT_S = 300.0  # how long a tracker of which too little came is asked after the others
 _OVERLOADED_S = 1.0
 _DAY_S = 86_400.0
 _MAX_SHARERS_PER_REPLY, _MAX_SHARERS = 16, 256
@@ -50,6 +51,7 @@ class TrackerClient:
         self._ranked: list[Provider] = []
         self._sharers: dict[str, Provider] = {}  # by address
         self._dead: dict[str, float] = {}  # until when, by address
+        self._left: dict[str, float] = {}  # since when, by address
 
     def add_sharers(self, sharers: Iterable[Provider]) -> None:
         """Add members that can be asked if no other tracker responds: 16 per reply, the last 256 in all."""
@@ -58,6 +60,14 @@ class TrackerClient:
             self._sharers[sharer.address] = sharer
         while len(self._sharers) > _MAX_SHARERS:
             del self._sharers[next(iter(self._sharers))]
+
+    def leave_current(self) -> None:
+        """Ask the others first from now on: too little came of the responses of the current one."""
+        now = time.monotonic()
+        self._left = {address: at for address, at in self._left.items() if now - at < _LEFT_S}
+        if self.current is not None:
+            self._left[self.current.address] = now
+        self._ranked = []
 
     def drop_current(self) -> None:
         """Ask the next tracker from now on: the response of the current one was malformed."""
@@ -116,10 +126,13 @@ class TrackerClient:
         now = time.monotonic()
         alive = [tracker for tracker in by_address.values() if self._dead.get(tracker.address, 0.0) <= now]
         self._day = int(self.now() // _DAY_S)
+        own = self.client.identity.peer_id if self.client.identity is not None else ""
 
-        def rank(tracker: Provider) -> tuple[bool, bytes, str]:
-            text = f"forebay/2 tracker\n{self.dataset_id}\n{self._day}\n{node_of(tracker.peer_id)}"
-            return not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
+        def rank(tracker: Provider) -> tuple[float, bool, bytes, str]:
+            reader = own if tracker.is_origin else ""
+            text = f"forebay/3 tracker\n{self.dataset_id}\n{self._day}\n{reader}\n{node_of(tracker.peer_id)}"
+            left_at = self._left.get(tracker.address, float("-inf"))
+            return left_at, not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
 
         self._ranked = sorted(alive, key=rank)
 

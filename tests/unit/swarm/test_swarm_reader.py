@@ -1,10 +1,13 @@
 """A reader of a swarm: its requests, the trackers it chooses, replies that lie, and that no request waits for ever."""
 
+import contextlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.swarm import reader as swarm_reader
-from forebay.swarm.reader import SwarmReader
+from forebay.swarm.reader import SliceProvider, SwarmReader
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
 from forebay.swarm.trackers import TrackerClient
@@ -34,9 +37,8 @@ TABLE = SliceTable.from_rows([SliceInfo(0, "0.safetensors", len(DATA), cached.in
 class StubClient:
     """A network without sockets: trackers answer by a function of their address; ORIGIN has the slice."""
 
-    identity = None
-
-    def __init__(self, trackers: dict[str, Callable[[dict], Any]] | None = None) -> None:
+    def __init__(self, trackers: dict[str, Callable[[dict], Any]] | None = None, peer_id: str = "reader") -> None:
+        self.identity = SimpleNamespace(peer_id=peer_id)
         self.trackers = trackers or {}
         self.requests = []  # peer id and address
 
@@ -59,17 +61,26 @@ def provider(name: str, is_origin: bool = False, port: int = 1) -> Provider:
     return Provider(name, f"127.0.0.1:{port}", is_origin)
 
 
-def ranking(dataset_id: str, day: int, providers: list[Provider]) -> list[str]:
-    client = StubClient()
+def ranking(dataset_id: str, day: int, providers: list[Provider], reader: str = "reader") -> list[str]:
+    client = StubClient(peer_id=reader)
     trackers = TrackerClient(client, dataset_id, lambda: providers, None, now=lambda: day * 86400.0 + 5)
     assert trackers.request({}, lambda body: None) is None
     return [peer_id for peer_id, _ in client.requests]
 
 
-def test_who_steers_is_not_for_a_key_to_choose() -> None:
-    """All members choose alike; another dataset or day has another order; those with everything come first."""
+def test_no_key_of_a_data_node_makes_it_the_tracker_of_all() -> None:
+    """The first by the old hash, for this dataset and day, is the first of one reader in 20 still."""
+    nodes = [provider(f"node{i:02}", True, 100 + i) for i in range(20)]
+    firsts = Counter(ranking("ab" * 32, 1, nodes, f"reader{i}")[0] for i in range(1000))
+    assert len(firsts) == 20 and max(firsts.values()) < 90
+    assert ranking("ab" * 32, 1, nodes) == ranking("ab" * 32, 1, nodes[::-1])
+
+
+def test_readers_without_a_data_node_meet_at_one_member_that_shares() -> None:
+    """All choose alike; another dataset or day has another order; those with everything come first."""
     providers = [provider(f"peer{i:02}", port=100 + i) for i in range(20)]
     first = ranking("ab" * 32, 1, providers)
+    assert all(ranking("ab" * 32, 1, providers, f"reader{i}") == first for i in range(10))
     assert sorted(first) == [item.peer_id for item in providers] != first
     assert ranking("ab" * 32, 1, providers[::-1]) == first
     assert len({ranking(f"{i:064x}", day, providers)[0] for i in range(10) for day in range(10)}) > 10
@@ -124,7 +135,7 @@ def named(reader: SwarmReader) -> Origin | NetworkError:
 
     def ask():
         try:
-            result.append(reader.source(0))
+            result.append(reader.sources(0)[0])
         except NoProviderError:
             return False
         except NetworkError as error:
@@ -170,6 +181,70 @@ def test_what_happened_is_reported_until_a_tracker_answers(monkeypatch: pytest.M
     reported = [(item["member"], item["wrong"]) for body in bodies for item in body.get("failed", [])]
     assert list(dict.fromkeys(reported)) == [("origin", False), ("origin", True)]
     assert all(body["want"] == "0" for body in bodies if body.get("failed"))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wait_idly(reader: SwarmReader, clock: Clock, seconds: float) -> None:
+    """Let time pass while slice 0 is wanted."""
+    with contextlib.suppress(NoProviderError):
+        reader.sources(0)
+    clock.now += seconds
+    reader._judge()
+
+
+@pytest.mark.parametrize("reply", [
+    lambda body: GOOD, lambda body: {**GOOD, "wait_s": 10.0, "sharers": [HOLDER]},
+    lambda body: {**GOOD, "assignments": [{**HOLDER, "index": 0}]},
+])  # fmt: skip
+def test_a_tracker_of_which_nothing_comes_is_left_after_ten_seconds(reply: Callable[[dict], dict]) -> None:
+    """However politely it answers, also if it names somebody who sends nothing; the next one names a provider."""
+    clock = Clock()
+    client = StubClient({RUDE.address: reply, HONEST.address: honest_tracker()})
+    with closing(reading(client, now=clock)) as reader:
+        until(lambda: client.requests)
+        wait_idly(reader, clock, swarm_reader.IDLE_S - 1)
+        assert client.requests[-1][1] == RUDE.address
+        wait_idly(reader, clock, 2.0)
+        if (own := reader._sources.get(0)) is not None:
+            reader.failed(0, own[1], NetworkError("silent"))
+        until(lambda: client.requests[-1][1] == HONEST.address)
+        assert named(reader).url.endswith(ORIGIN.address)
+
+
+@pytest.mark.parametrize("num_bytes, is_left", [(1000, True), (100 << 20, False)])
+def test_a_tracker_is_judged_by_what_verified(num_bytes: int, is_left: bool) -> None:
+    clock = Clock()
+    client = StubClient({RUDE.address: lambda body: {**GOOD, "assignments": [{**HOLDER, "index": 0}]}})
+    with closing(reading(client, now=clock)) as reader:
+        named(reader)
+        clock.now += swarm_reader.IDLE_S + 1
+        SliceProvider(reader, 0).verified(num_bytes)
+        reader._judge()
+        assert (RUDE.address in reader._tracker._left) is is_left
+
+
+def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one() -> None:
+    """And a tracker again some minutes later."""
+    clock, direct = Clock(), [StubClient()]
+    client = StubClient(dict.fromkeys([RUDE.address, HONEST.address], lambda body: GOOD))
+    with closing(reading(client, now=clock, direct=lambda: direct)) as reader:
+        until(lambda: client.requests)
+        with pytest.raises(NoProviderError):
+            reader.sources(0)
+        while clock.now < 1000.0 + swarm_reader._MIN_PATIENCE_S:
+            wait_idly(reader, clock, swarm_reader.IDLE_S)
+        assert reader.sources(0) == direct and not reader._waiting
+        clock.now += swarm_reader._DIRECT_S + 1
+        reader._judge()
+        with pytest.raises(NoProviderError):
+            reader.sources(0)
 
 
 def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
