@@ -71,7 +71,8 @@ class _PeerState:
 class ReachabilityChecker:
     """Connects to members in the background and remembers the results. Thread-safe; `close` it.
 
-    One address of a peer is checked at a time, and an organisation's peers have at most half of the checks in progress.
+    One address of a peer is checked at a time, and the peers of an organisation, or of none, have at most half of the
+    checks in progress.
     After a failure no address of the peer is checked for PAUSE_S.
 
     Cost: a member is named as a provider one round trip later.
@@ -104,7 +105,7 @@ class ReachabilityChecker:
                 return is_reached
             if address == state.checking:
                 return None if now - state.since < GRACE_S else False
-            org_is_busy = peer.org and active[peer.org] >= AT_ONCE_PER_ORGANISATION
+            org_is_busy = active[peer.org] >= AT_ONCE_PER_ORGANISATION
             if state.checking or org_is_busy or active.total() >= AT_ONCE or now < state.paused_until:
                 return False
             try:

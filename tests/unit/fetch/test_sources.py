@@ -1,7 +1,10 @@
 """The choice of a source: without connections."""
 
+from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 
+from forebay.fetch.engine import RunFetcher
 from forebay.fetch.runs import SourceStats, choose_source
 from forebay.storage.retry import backoff_s
 
@@ -48,3 +51,13 @@ def test_the_speed_of_a_source_follows_its_larger_answers() -> None:
     assert 100_000 < created.speed < 200_000
     created.record_failure(10, partial(backoff_s, first_s=1, max_s=10))
     assert created.failing == 1 and 10 < created.avoid_until <= 12
+
+
+def test_a_source_that_others_named_must_send_an_eighth_of_what_is_usual() -> None:
+    """And at least 32 KiB/s, also where no other is known."""
+    slow = SimpleNamespace(url="slow")
+    with closing(RunFetcher(1)) as fetcher:
+        assert fetcher._least_bytes_per_s(slow) == 32 << 10
+        speeds = {"slow": 1e3, "a": 4e6, "b": 8e6, "c": 1e9, "new": None}
+        fetcher._sources = {url: SourceStats(url, 4.0, speed=speed) for url, speed in speeds.items()}
+        assert fetcher._least_bytes_per_s(slow) == 1e6
