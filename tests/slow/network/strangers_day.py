@@ -4,10 +4,11 @@ Two organisations; a data node, a scheduler and one that stands by, six workers,
 TLS. The workers' program sleeps, as a device that computes leaves the processor free, so that an undisturbed job takes
 `--minutes`. At half time the scheduler is killed with SIGKILL and the other goes on. The attacker has the valid
 certificate of a worker, in the organisation of half of the workers; it repeats every attack of ATTACKS for as long as
-the job lasts, holds leases that it does not use, and sends wrong bytes. It has low priority (nice 10).
+the job lasts, holds leases that it does not use, and sends wrong bytes. A stranger without a certificate begins
+handshakes, and announces false addresses in the DHT. Both have low priority (nice 10).
 
 Required: the ledger proves that each sample was used once, every process but the killed one ends with 0, and no server
-ever has more than 300 MB. The command runs the job alone first, to compare.
+ever has more than 300 MB. The command runs the job alone first; beside the attacker it may take 1.25 times as long.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import libtorrent
+
 sys.path.append(str(Path(__file__).parents[2]))
 
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.chain import Used, receipt_message
 from forebay.network.dht import LibtorrentDht
+from forebay.network.discovery import record_key
 from forebay.network.peer import Scope
 from forebay.network.pki.files import read_issuer
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join
@@ -54,6 +58,7 @@ SLICE_S, STEPS = 3.0, 64  # seconds and steps that a slice takes one worker
 SEQ_LEN, BATCH = 2048, 8
 SLICE_TOKENS = SEQ_LEN * BATCH * STEPS
 MAX_PEAK_MB = 300.0
+MAX_TIME_RATIO = 1.25
 HOLD_S = 4.0  # for which an attack keeps what it took
 Message = tuple[str, str, str, Any]  # address, method, path, JSON
 
@@ -64,7 +69,7 @@ class Attacker:
     def __init__(self, settings: dict) -> None:
         self.me, self.folder = Identity.load(settings["node"]), Path(settings["folder"])
         self.scheduler = settings["scheduler"]
-        self.data = settings["data"]
+        self.data, self.dht = settings["data"], settings["dht"]
         self.both = self.data, self.scheduler
         self.others = settings["others"]  # peer ids
         dataset = open_dataset(settings["dataset"])
@@ -235,17 +240,33 @@ def half_closed(a: Attacker) -> None:
 
 
 def endless(a: Attacker) -> None:
-    """Blank lines, heads and bodies without end."""
-    chunks = b"POST /v2/exchange HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"3e8\r\n" + b"x" * 1000 + b"\r\n"
+    """Blank lines, heads, bodies, extensions of chunks and trailers without end."""
+    chunked = b"POST /v2/exchange HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = chunked, b"3e8\r\n" + b"x" * 1000 + b"\r\n"
     heads = b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 1000 + b"\r\n"
+    lines = [(chunked + start, b"a" * 1000) for start in (b"1;", b"2\r\n{}\r\n0\r\nA: ", b"0\r\n")]
     for address in a.both:
-        for first, more in ((b"", b"\r\n" * 1000), heads, chunks):
+        for first, more in ((b"", b"\r\n" * 1000), heads, chunks, *lines):
             with connect(a.me, address) as sock, contextlib.suppress(OSError):
                 sock.sendall(first)
                 for _ in range(6000):  # more than a server reads on before it closes
                     sock.sendall(more)
                 a.count("took all")
         a.send(address, b"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+
+
+def hashes_on_request(a: Attacker) -> None:
+    """The hashes of a slice in chunks of sizes that it has not."""
+    paths = [f"/v1/slices/{a.hashes[0]}/chunks?chunk_bytes={size}" for size in range(4096, 65_536, 997)]
+    a.send(a.data, *(request("GET", path) for path in paths))
+
+
+def hang_ups(a: Attacker) -> None:
+    """Slices are asked for, and the connection ends."""
+    for sha256 in a.hashes[:32]:
+        with connect(a.me, a.data) as sock:
+            sock.sendall(request("GET", f"/v1/slices/{sha256}"))
+    a.count("asked", 32)
 
 
 def garbage(a: Attacker) -> None:
@@ -323,10 +344,46 @@ def false_provider(a: Attacker) -> None:
             a.ask(*a.swarm(address=peer.address, have=a.everything))
 
 
+def handshakes(a: Attacker) -> None:
+    """A stranger begins handshakes and goes, some hundred a second."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    outgoing = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+    hello = outgoing.read()
+    while not a.stop.wait(0.02):
+        for address in a.both * 4:
+            with contextlib.suppress(OSError), socket.create_connection(parse_address(address), 5) as sock:
+                sock.sendall(hello)
+        a.count("handshakes", 8)
+
+
+def announcements(a: Attacker) -> None:
+    """A stranger announces false addresses under the keys by which nodes find each other."""
+    lt, names = libtorrent, [("dataset", NAME), ("scheduler", NAME), ("revocations", "")]
+    keys = [record_key(a.me.network_id, *name) for name in names]
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:
+        sock.connect(tuple(a.dht))
+        sock.settimeout(2.0)
+
+        def query(name, **arguments):
+            sock.send(lt.bencode({"t": "aa", "y": "q", "q": name, "a": {"id": "some-stranger-000000", **arguments}}))
+
+        while not a.stop.wait(0.1):
+            for key in keys:
+                with contextlib.suppress(OSError, KeyError, RuntimeError):
+                    query("get_peers", info_hash=key)
+                    token = lt.bdecode(sock.recv(65_536))[b"r"][b"token"]
+                    for trap in a.traps:
+                        query("announce_peer", info_hash=key, port=trap.getsockname()[1], token=token)
+            a.count("announced", len(keys) * len(a.traps))
+
+
 ATTACKS = [
     accusations, leases_given_back, receipts,  # first, while it still gets leases
-    addresses, endless, flood, garbage, half_closed, idle_connections, inventions, keys_of_others, powers_of_others,
-    ranges_without_end, sessions, slow_heads, slow_readers, strangers,
+    addresses, endless, flood, garbage, half_closed, hang_ups, hashes_on_request, idle_connections, inventions,
+    keys_of_others, powers_of_others, ranges_without_end, sessions, slow_heads, slow_readers, strangers,
 ]  # fmt: skip
 
 
@@ -342,7 +399,9 @@ def attack(settings: dict) -> None:
                 each, turns = ATTACKS[turns % len(ATTACKS)], turns + 1
             a.run(each.__name__, each)
 
-    always = [lambda each=each: a.run(each.__name__, each) for each in (hoard, false_provider)]
+    always = [
+        lambda each=each: a.run(each.__name__, each) for each in (hoard, false_provider, handshakes, announcements)
+    ]
     for target in (walk, walk, walk, walk, *always):
         threading.Thread(target=target, daemon=True).start()
     sys.stdin.read()
@@ -375,6 +434,7 @@ def run_day(folder: Path, minutes: float, *, workers: int = 6, is_attacked: bool
             settings = {"node": homes["attacker"].node_dir, "folder": folder, "dataset": folder / "dataset"}
             others = [member.peer_id for name, member in homes.items() if name != "attacker"]
             settings |= {"scheduler": scheduler, "data": data, "others": others}
+            settings["dht"] = homes["attacker"].bootstrap[0]
             attacker = Process(__file__, "--attack", json.dumps(settings, default=str))
             stack.callback(attacker.end)
         began = time.monotonic()
@@ -446,7 +506,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             days.append(run_day(Path(folder), args.minutes, is_attacked=is_attacked))
             print(json.dumps({"is_attacked": is_attacked, **vars(days[-1])}), flush=True)
-    return int(any(day.faults for day in days))
+    ratio = days[1].seconds / days[0].seconds
+    print(json.dumps({"time_ratio": round(ratio, 3)}), flush=True)
+    return int(any(day.faults for day in days) or ratio > MAX_TIME_RATIO)
 
 
 if __name__ == "__main__":
