@@ -351,8 +351,8 @@ class ServerCore:
         connection: PeerProtocol = scope["state"]["connection"]
         connection.num_active += 1
         try:
-            if not connection.peer.peer_id:
-                await _wait_for_body(scope["state"].pop("cycle"))
+            if not connection.peer.peer_id and _declared_bytes(scope) <= self.limits.body_bytes:
+                await _wait_for_body(scope["state"]["cycle"])
             refused = self._check(scope, connection)
             if refused is not None:
                 self.answers[refused.status] += 1
@@ -391,8 +391,7 @@ class ServerCore:
 
         async def bounded_receive() -> Message:
             nonlocal num_body
-            declared = _header(scope, b"content-length") or "0"  # digits: checked by the parser
-            if int(declared) <= max_body:
+            if _declared_bytes(scope) <= max_body:
                 message = await receive()
                 num_piece = len(message.get("body", b""))
                 self.requests.count_body(connection.peer, num_piece, self.loop.time())
@@ -470,8 +469,15 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
+def _declared_bytes(scope: Scope) -> int:
+    return int(_header(scope, b"content-length") or "0")  # digits: checked by the parser
+
+
 async def _wait_for_body(cycle: RequestResponseCycle) -> None:
     """Wait until a request's body is here or fills its buffer, or its client is gone."""
+    if cycle.waiting_for_100_continue:
+        cycle.waiting_for_100_continue = False
+        cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     while cycle.more_body and len(cycle.body) <= HIGH_WATER_LIMIT and not cycle.disconnected:
         cycle.message_event.clear()
         await cycle.message_event.wait()

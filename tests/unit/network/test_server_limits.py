@@ -295,6 +295,20 @@ def open_server(start: Start, **limits: float) -> MemoryServer:
     return server
 
 
+def test_bodies_that_are_too_long_or_waited_for_are_answered_without_them(start: Start) -> None:
+    server = open_server(start)
+    long, waiting = server.connect(), server.connect()
+    for length in (1 << 30, 1 << 63):
+        long.send(b"POST / HTTP/1.1\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n{}" % length)
+        assert [answer.status for answer in long.answers()] == [413]
+        long = server.connect()
+    waiting.send(b"POST / HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+    assert [answer.status for answer in waiting.answers()] == [100]
+    assert server.metric("forebay_requests_in_progress") == 0
+    waiting.send(b"abc")
+    assert waiting.answers()[0].json()["bytes"] == 3
+
+
 def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: Start) -> None:
     server = open_server(start, requests_per_peer=4, connections_per_peer=16)
     unfinished = [server.connect() for _ in range(40)]
