@@ -20,6 +20,7 @@ from forebay.errors import NetworkError
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import ask_many, find_providers, record_key
+from forebay.network.pki.identity import revoke
 from forebay.storage.hosts import host_towards
 from support.calibration import scaled
 from support.handlers import Make
@@ -186,6 +187,24 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
 
         until(is_found)
         assert peers == {provider.identity.peer_id} and times[-1] < scaled(8.0)
+
+
+def test_forged_announcements_keep_no_revocation_from_a_node(
+    tmp_path: Path, nodes: list[LibtorrentDht], make_identity: Make, network_dir: Path
+) -> None:
+    """Two data nodes without a dataset or a peer in common, and a crowd under the key by which they find each other."""
+    members = [make_identity(name) for name in ("first", "second", "thief")]
+    first, second, thief = members
+    key = record_key(first.network_id, "revocations", "")
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            forge(node, key, range(20_000, 20_000 + FORGED))
+        for number, member in enumerate(members[:2]):
+            dataset = make_dataset(tmp_path / f"dataset{number}", 2, 50)
+            stack.enter_context(DataNode(member, [dataset], HOST, 0, nodes[2 + number]))
+        until(lambda: first.contacts.addresses() and second.contacts.addresses())
+        revoke(network_dir, thief.peer_id, second.node_dir)
+        until(lambda: first.revocations.reason(thief.peer_id) is not None)
 
 
 def test_many_addresses_of_which_none_accepts_are_no_answer() -> None:
