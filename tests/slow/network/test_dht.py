@@ -150,9 +150,10 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
         until(is_found)
 
 
-def forge(node: LibtorrentDht, key: bytes, ports: range) -> None:
-    """Announce many ports to a node, as any stranger may who can send it a packet."""
+def forge(node: LibtorrentDht, key: bytes, ports: range, host: str = HOST) -> None:
+    """Announce many ports of a host to a node, as any stranger may who can send it a packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.bind((host, 0))
         sock.connect((HOST, node.port))
         sock.settimeout(scaled(10.0))
         body = {b"id": b"a-stranger-of-20-byt", b"info_hash": key}
@@ -198,7 +199,7 @@ def test_forged_announcements_keep_no_revocation_from_a_node(
     key = record_key(first.network_id, "revocations", "")
     with contextlib.ExitStack() as stack:
         for node in nodes:
-            forge(node, key, range(20_000, 20_000 + FORGED))
+            forge(node, key, range(20_000, 20_000 + FORGED), "127.0.0.9")
         for number, member in enumerate(members[:2]):
             dataset = make_dataset(tmp_path / f"dataset{number}", 2, 50)
             stack.enter_context(DataNode(member, [dataset], HOST, 0, nodes[2 + number]))
