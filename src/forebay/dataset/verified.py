@@ -17,7 +17,7 @@ from forebay.arrays import U8
 from forebay.dataset.chunks import HASH_BYTES, consecutive_runs, first_chunks, wrong_chunks
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
-from forebay.machine import user_cache
+from forebay.machine import open_own, own_directory, user_cache
 from forebay.maps import map_file
 
 _MARK_BYTES = 16
@@ -99,9 +99,8 @@ class VerifiedChunks:
         if self._bytes is None:
             size = (len(self._first) - 1) * _MARK_BYTES + int(self._first[-1])
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.touch(0o600)
-                with self._path.open("r+b") as file:
+                own_directory(self._path.parent)
+                with open(self._path, "a+b", opener=open_own) as file:
                     if file.seek(0, os.SEEK_END) != size:
                         file.truncate(size)
                     self._bytes = map_file(file, is_writable=True)

@@ -358,6 +358,7 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
             run.work.remove_all()
         return existing
     key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])
+    run.work.directory("")  # This user's alone: what lies there is believed.
     reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
     try:
         return _run_tasks(run, job, lineage, key)
