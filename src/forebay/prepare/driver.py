@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.dataset.manifest import printable_name
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import remove_stale
-from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
+from forebay.formats.inputs import RESERVED_COLUMNS, CorpusBudget, InputFile, InputSplit
 from forebay.formats.parquet import recorded_columns
 from forebay.machine import num_cores
 from forebay.prepare.compiled import has_compiled
@@ -446,7 +446,14 @@ def _process_splits(
     # One of each kind starts first: then the remaining time is known.
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     weights = [size + (index in firsts.values()) * sum(sizes) for index, size in enumerate(sizes)]
-    return run.map(process_split, tasks, run.count_documents("text", sizes, kinds), weights)
+    count, budget = run.count_documents("text", sizes, kinds), CorpusBudget(splits, recipe.read)
+
+    def add(index: int, result: TextResult) -> None:
+        count(index, result)
+        if tasks[index].source is None:
+            budget.spend(splits[index], result.bytes_in)
+
+    return run.map(process_split, tasks, add, weights)
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus, unread: Collection[str]) -> None:
