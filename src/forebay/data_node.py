@@ -9,6 +9,7 @@ dataset on a web server or in a bucket is announced and tracked too; its slices 
 Cost: 350 bytes per slice for the table of hashes (90 MB for 250,000 slices).
 """
 
+import asyncio
 import logging
 import threading
 import time
@@ -17,6 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO, Self
 
+from fastapi.concurrency import run_in_threadpool
+
 from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset
@@ -24,7 +27,17 @@ from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_below
 from forebay.network.access import AccessPolicy
-from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
+from forebay.network.app import (
+    ApiError,
+    JsonResponse,
+    Metric,
+    Request,
+    Response,
+    counter,
+    gauge,
+    open_in_thread,
+    peer_of,
+)
 from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
@@ -64,7 +77,7 @@ class DataNode(SliceServer):
         self._access = access or AccessPolicy()
         self._slices: dict[str, tuple[SliceFile, ...]] = {}
         self._local: dict[str, tuple[Dataset, VerifiedChunks]] = {}  # by dataset id
-        self._lock, self._hashing = threading.Lock(), threading.Lock()
+        self._lock, self._hashing = threading.Lock(), asyncio.Lock()
         self._sent: dict[str, int] = {}
         self._started_at = time.time()
 
@@ -152,16 +165,16 @@ class DataNode(SliceServer):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         return [file for file in self._slices.get(sha256, ()) if file.path.is_file()]
 
-    def open_slice(self, files: Sequence[SliceFile]) -> BinaryIO:
+    async def open_slice(self, files: Sequence[SliceFile]) -> BinaryIO:
         """Open the first of the files that has the bytes of its dataset; each is hashed once, as long as it stays."""
         for file in files:
             dataset, verified = self._local[file.dataset_id]
             row = dataset.table.row(file.index)
             try:
-                if not verified.is_verified(file.index, row):
-                    with self._hashing:
-                        verified.verify(file.index, row, partial(_leaves, dataset, row))
-                return open_below(dataset.path, row.name)
+                if not await run_in_threadpool(verified.is_verified, file.index, row):
+                    async with self._hashing:  # Others wait here, and not in the few threads.
+                        await run_in_threadpool(verified.verify, file.index, row, partial(_leaves, dataset, row))
+                return await open_in_thread(partial(open_below, dataset.path, row.name))
             except (OSError, DatasetError) as error:
                 log.error("slice %s is not served: %s", row.sha256, error)
         raise ApiError(404, "slice_changed", "this node's file of the slice has changed")

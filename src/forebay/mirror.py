@@ -135,8 +135,8 @@ def mirror_by_swarm(
 
     `share`: see SwarmMember. After the copy it serves slices until none was requested for 5 s, for `linger_s` at most.
     """
+    from forebay.network.app import open_file
     from forebay.swarm.reader import SwarmMember
-    from forebay.swarm.share import opener_of
 
     if is_bucket(to):
         raise UsageError(f"mirror: expected a directory to share from, got {to}. Leave out --share.")
@@ -154,7 +154,9 @@ def mirror_by_swarm(
             dataset, files, is_present.copy, fetcher.wake, share=share, upload_bytes_per_s=upload_bytes_per_s
         ) as member,
     ):
-        member.files[CHUNKS_FILE] = opener_of(Path(target.store.url) / CHUNKS_FILE)  # served as soon as it exists
+        member.files[CHUNKS_FILE] = partial(
+            open_file, Path(target.store.url) / CHUNKS_FILE
+        )  # served as soon as it exists
         report = _mirror(
             dataset, target, fetcher, start, stop, on_progress, member.origin, serve, _MAX_SWARM_SLICES
         )  # fmt: skip

@@ -86,7 +86,7 @@ class FileRange(Response):
         connection = scope["state"]["connection"]
         if isinstance(self.source, Path):
             try:
-                self.source = await asyncio.get_running_loop().run_in_executor(None, self.source.open, "rb")
+                self.source = await open_in_thread(partial(open_file, self.source))
             except OSError:
                 log.exception("server: cannot open %s", self.source)
                 error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
@@ -119,6 +119,21 @@ class FileRange(Response):
             await connection.sent(length)  # the buffer is free again
         if self.start == self.stop:
             await send({"type": "http.response.body"})
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of this process's user."""
+    return path.open("rb")
+
+
+async def open_in_thread(function: Callable[[], BinaryIO]) -> BinaryIO:
+    """Return the file that a function opens; it is closed if nobody waits for it any more."""
+    opening = asyncio.get_running_loop().run_in_executor(None, function)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(lambda opened: opened.exception() or opened.result().close())
+        raise
 
 
 async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:

@@ -42,6 +42,8 @@ from forebay.network.app import (
     file_response,
     gauge,
     make_app,
+    open_file,
+    open_in_thread,
     peer_of,
     source_of,
 )
@@ -105,11 +107,6 @@ class SharedDataset:
         return 0 if self.url else None
 
 
-def opener_of(path: Path) -> ServedFile:
-    """Return what opens a file of this process's user."""
-    return lambda: path.open("rb")
-
-
 class SmallFiles(dict[str, ServedFile]):
     """The manifest and table of a dataset in memory, and the other files that it lists, verified.
 
@@ -144,7 +141,7 @@ class SmallFiles(dict[str, ServedFile]):
                     fetch_object(origin, name, size, sha256, copy, size + 1)
                     descriptor = os.dup(copy.fileno())
                 weakref.finalize(self, os.close, descriptor)
-                self[name] = opener_of(Path(f"/dev/fd/{descriptor}"))
+                self[name] = partial(open_file, Path(f"/dev/fd/{descriptor}"))
             except (DatasetError, PermanentError, OSError) as error:
                 log.warning("%s/%s is not served here: %s", origin.url, name, error)
         if dataset.is_local:
@@ -224,9 +221,9 @@ class SliceServer(ABC):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         """Return the files of a slice, one of each dataset that has it."""
 
-    def open_slice(self, files: Sequence[SliceFile]) -> BinaryIO:
-        """Open one of these files that is verified; called in a thread. ApiError if there is none."""
-        return files[0].path.open("rb")
+    async def open_slice(self, files: Sequence[SliceFile]) -> BinaryIO:
+        """Open one of these files that is verified. ApiError if there is none."""
+        return await open_in_thread(partial(open_file, files[0].path))
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         """Raise ApiError if a peer may not get so many bytes of a dataset; else count them."""
@@ -360,7 +357,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
         response = file_response(request, files[0].path, files[0].num_bytes)
         server.check_slice(peer_of(request), files, response.stop - response.start)
-        response.source = await run_in_threadpool(server.open_slice, files)
+        response.source = await server.open_slice(files)
         return response
 
     @app.get(
@@ -373,7 +370,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         if not files or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise unknown
         server.check_slice(peer_of(request), files, num_chunks(files[0].num_bytes, chunk_bytes) * HASH_BYTES)
-        (await run_in_threadpool(server.open_slice, files)).close()
+        (await server.open_slice(files)).close()
         root, leaves = await run_in_threadpool(_hash_once, files[0].path, chunk_bytes)
         if root != sha256:
             raise unknown
@@ -388,7 +385,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
             served = server.find_dataset(peer_of(request), dataset_id).files[name]
             if isinstance(served, bytes):
                 return file_response(request, served, len(served))
-            file = await run_in_threadpool(served)
+            file = await open_in_thread(served)
         except (KeyError, OSError) as error:
             raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here") from error
         try:
