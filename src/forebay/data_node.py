@@ -16,7 +16,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, BinaryIO, Self
+from pathlib import Path
+from typing import Any, Self
 
 from fastapi.concurrency import run_in_threadpool
 
@@ -35,7 +36,6 @@ from forebay.network.app import (
     Response,
     counter,
     gauge,
-    open_in_thread,
     peer_of,
 )
 from forebay.network.discovery import Discovery
@@ -165,8 +165,8 @@ class DataNode(SliceServer):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         return [file for file in self._slices.get(sha256, ()) if file.path.is_file()]
 
-    async def open_slice(self, files: Sequence[SliceFile]) -> BinaryIO:
-        """Open the first of the files that has the bytes of its dataset; each is hashed once, as long as it stays."""
+    async def verify_slice(self, files: Sequence[SliceFile]) -> Path:
+        """Return the first file that has the bytes of its dataset; each is hashed once, for as long as it stays."""
         for file in files:
             dataset, verified = self._local[file.dataset_id]
             row = dataset.table.row(file.index)
@@ -174,7 +174,7 @@ class DataNode(SliceServer):
                 if not await run_in_threadpool(verified.is_verified, file.index, row):
                     async with self._hashing:  # Others wait here, and not in the few threads.
                         await run_in_threadpool(verified.verify, file.index, row, partial(_leaves, dataset, row))
-                return await open_in_thread(partial(open_below, dataset.path, row.name))
+                return file.path
             except (OSError, DatasetError) as error:
                 log.error("slice %s is not served: %s", row.sha256, error)
         raise ApiError(404, "slice_changed", "this node's file of the slice has changed")

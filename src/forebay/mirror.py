@@ -135,7 +135,6 @@ def mirror_by_swarm(
 
     `share`: see SwarmMember. After the copy it serves slices until none was requested for 5 s, for `linger_s` at most.
     """
-    from forebay.network.app import open_file
     from forebay.swarm.reader import SwarmMember
 
     if is_bucket(to):
@@ -154,9 +153,7 @@ def mirror_by_swarm(
             dataset, files, is_present.copy, fetcher.wake, share=share, upload_bytes_per_s=upload_bytes_per_s
         ) as member,
     ):
-        member.files[CHUNKS_FILE] = partial(
-            open_file, Path(target.store.url) / CHUNKS_FILE
-        )  # served as soon as it exists
+        member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
         report = _mirror(
             dataset, target, fetcher, start, stop, on_progress, member.origin, serve, _MAX_SWARM_SLICES
         )  # fmt: skip

@@ -6,7 +6,7 @@ their order depend on the inputs alone, never on the number of tasks.
 
 import codecs
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -185,7 +185,7 @@ _DEFAULTS = ReadOptions()
 
 
 class OutputBudget:
-    """Counts the bytes that come out of a split: at most its share of `max(256 MiB, max_unpacked_ratio * size)`.
+    """Counts the bytes that come out of a split or a run: at most a share of `max(256 MiB, max_unpacked_ratio * size)`.
 
     A file whose size is not known has no limit here; that of its compression holds.
     """
@@ -201,34 +201,8 @@ class OutputBudget:
         self._remaining -= size
         if self._remaining < 0:
             raise CorruptInputError(
-                f"more text came out than 256 MiB and {self._ratio} times the size of the file: a bomb. Raise "
+                f"more text came out than 256 MiB and {self._ratio} times their size: a bomb. Raise "
                 "max_unpacked_ratio if you trust it."
-            )
-
-
-class CorpusBudget:
-    """Counts the text that comes out of all splits of a run: at most `max(256 MiB, max_unpacked_ratio * sizes)`.
-
-    The sum is of whole splits, so a run fails, or does not, whatever their order and the number of processes.
-    """
-
-    def __init__(self, splits: Sequence[InputSplit], options: ReadOptions) -> None:
-        sizes = {file.path: file.bytes for split in splits for file in split.files}
-        self._size, self._ratio = sum(sizes.values()), options.max_unpacked_ratio
-        self._limit = self._remaining = max(MIN_UNPACKED_BYTES, self._ratio * self._size)
-        self._densest = 0.0, ""
-
-    def spend(self, split: InputSplit, num_bytes: int) -> None:
-        """Count the text of a split. Raises PrepareError if it is more than remains; it names what grew most."""
-        if not split.files[0].bytes:  # The text of a connector comes from elsewhere.
-            return
-        self._remaining -= num_bytes
-        self._densest = max(self._densest, (num_bytes / max(1, split.bytes), split.files[0].path))
-        if self._remaining < 0:
-            raise PrepareError(
-                f"inputs: expected at most {self._limit:,} bytes of text out of {self._size:,}, got more; "
-                f"{self._densest[1]} grew most: a bomb, or text without content. Leave it out, or raise "
-                f"read.max_unpacked_ratio, which is {self._ratio}, if you trust it."
             )
 
 

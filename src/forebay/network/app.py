@@ -13,7 +13,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import orjson
 from fastapi import FastAPI, Request
@@ -68,7 +68,7 @@ class JsonResponse(Response):
 
 
 class FileRange(Response):
-    """Bytes [start, stop) of a file, which is closed, or of bytes in memory, sent in pieces; its memory is one piece.
+    """Bytes [start, stop) of a file, an open one, or bytes in memory, sent in pieces; its memory is one piece.
 
     The file is read, not mapped: truncating a mapped file would kill the process by SIGBUS. Bytes in memory are not
     copied, so slow clients share them.
@@ -76,38 +76,38 @@ class FileRange(Response):
 
     media_type = BINARY
 
-    def __init__(
-        self, source: Path | bytes | BinaryIO, start: int, stop: int, status: int, headers: dict[str, str]
-    ) -> None:
+    def __init__(self, source: Path | int | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
         super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
         self.source, self.start, self.stop = source, start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope["state"]["connection"]
-        if isinstance(self.source, Path):
+        source, descriptor = self.source, self.source if isinstance(self.source, int) else -1
+        if isinstance(source, Path):
             try:
-                self.source = await open_in_thread(partial(open_file, self.source))
+                flags = os.O_RDONLY | os.O_NOFOLLOW
+                descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, source, flags)
             except OSError:
-                log.exception("server: cannot open %s", self.source)
+                log.exception("server: cannot open %s", source)
                 error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
                 await error.response()(scope, receive, send)
                 return
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._send_pieces(connection, self.source, send)
+            await self._send_pieces(connection, descriptor, send)
         finally:
-            if not isinstance(self.source, bytes):
-                self.source.close()
+            if isinstance(source, Path):
+                os.close(descriptor)
 
-    async def _send_pieces(self, connection: Any, source: bytes | BinaryIO, send: Send) -> None:
-        offset, piece_bytes = self.start, connection.piece_bytes
+    async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
+        source, offset, piece_bytes = self.source, self.start, connection.piece_bytes
         buffer = memoryview(source if isinstance(source, bytes) else bytearray(min(piece_bytes, self.stop - offset)))
         while offset < self.stop and not connection.is_closing:
             if isinstance(source, bytes):
                 piece = buffer[offset : min(self.stop, offset + piece_bytes)]
             else:
                 piece = buffer[: self.stop - offset]
-                piece = piece[: await _read_into(source.fileno(), piece, offset)]
+                piece = piece[: await _read_into(descriptor, piece, offset)]
             length = len(piece)
             if not length:
                 log.error("server: %s ends at byte %d of %d", source, offset, self.stop)
@@ -121,21 +121,6 @@ class FileRange(Response):
             await send({"type": "http.response.body"})
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file of this process's user."""
-    return path.open("rb")
-
-
-async def open_in_thread(function: Callable[[], BinaryIO]) -> BinaryIO:
-    """Return the file that a function opens; it is closed if nobody waits for it any more."""
-    opening = asyncio.get_running_loop().run_in_executor(None, function)
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        opening.add_done_callback(lambda opened: opened.exception() or opened.result().close())
-        raise
-
-
 async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
     """Read at an offset: directly from the page cache, otherwise in a thread, as a disk may be slow."""
     try:
@@ -144,7 +129,7 @@ async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
         return await asyncio.get_running_loop().run_in_executor(None, os.preadv, descriptor, [buffer], offset)
 
 
-def file_response(request: Request, source: Path | bytes | BinaryIO, size: int) -> FileRange:
+def file_response(request: Request, source: Path | int | bytes, size: int) -> FileRange:
     """A file or bytes of `size`: completely (200), or the requested range (206; ApiError 416 if malformed)."""
     header = request.headers.get("Range")
     if header is None:

@@ -16,9 +16,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -42,8 +42,6 @@ from forebay.network.app import (
     file_response,
     gauge,
     make_app,
-    open_file,
-    open_in_thread,
     peer_of,
     source_of,
 )
@@ -83,8 +81,8 @@ class SliceFile:
     index: int = 0
 
 
-ServedFile: TypeAlias = bytes | Callable[[], BinaryIO]
-"""A small file: its bytes, or what opens it for each request."""
+ServedFile: TypeAlias = bytes | Path | int
+"""A small file: its bytes, its path, which is no link, or its descriptor."""
 
 
 @dataclass(frozen=True)
@@ -132,20 +130,19 @@ class SmallFiles(dict[str, ServedFile]):
                     with open_below(dataset.path, name) as file:
                         if (got := hash_file(file)) != sha256:
                             raise DatasetError(f"expected sha256 {sha256}, got {got}. Fetch or prepare it again.")
-                    self[name] = partial(open_below, dataset.path, name)
+                    self[name] = dataset.path / name
                     continue
                 size = origin.size(name)
                 if (num_bytes := num_bytes + size) > _MAX_SMALL_BYTES:
                     raise DatasetError(f"expected at most {_MAX_SMALL_BYTES} bytes, got {num_bytes}")
                 with tempfile.TemporaryFile() as copy:
                     fetch_object(origin, name, size, sha256, copy, size + 1)
-                    descriptor = os.dup(copy.fileno())
+                    self[name] = descriptor = os.dup(copy.fileno())
                 weakref.finalize(self, os.close, descriptor)
-                self[name] = partial(open_file, Path(f"/dev/fd/{descriptor}"))
             except (DatasetError, PermanentError, OSError) as error:
                 log.warning("%s/%s is not served here: %s", origin.url, name, error)
         if dataset.is_local:
-            self |= {name: partial(open_below, dataset.path, name) for name in (CHUNKS_FILE, SIGNATURE_NAME)}
+            self |= {name: dataset.path / name for name in (CHUNKS_FILE, SIGNATURE_NAME)}
 
 
 class SliceServer(ABC):
@@ -221,9 +218,9 @@ class SliceServer(ABC):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         """Return the files of a slice, one of each dataset that has it."""
 
-    async def open_slice(self, files: Sequence[SliceFile]) -> BinaryIO:
-        """Open one of these files that is verified. ApiError if there is none."""
-        return await open_in_thread(partial(open_file, files[0].path))
+    async def verify_slice(self, files: Sequence[SliceFile]) -> Path:
+        """Return one of these files that is verified. ApiError if there is none."""
+        return files[0].path
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         """Raise ApiError if a peer may not get so many bytes of a dataset; else count them."""
@@ -357,7 +354,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
         response = file_response(request, files[0].path, files[0].num_bytes)
         server.check_slice(peer_of(request), files, response.stop - response.start)
-        response.source = await server.open_slice(files)
+        response.source = await server.verify_slice(files)
         return response
 
     @app.get(
@@ -370,8 +367,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         if not files or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise unknown
         server.check_slice(peer_of(request), files, num_chunks(files[0].num_bytes, chunk_bytes) * HASH_BYTES)
-        (await server.open_slice(files)).close()
-        root, leaves = await run_in_threadpool(_hash_once, files[0].path, chunk_bytes)
+        root, leaves = await run_in_threadpool(_hash_once, await server.verify_slice(files), chunk_bytes)
         if root != sha256:
             raise unknown
         return Response(leaves, media_type=BINARY)
@@ -381,18 +377,10 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         summary="A small file of a dataset: manifest.json, slices.parquet, tokenizer.json …",
     )  # fmt: skip
     async def read_file(request: Request, dataset_id: str, name: str) -> Response:
-        try:
-            served = server.find_dataset(peer_of(request), dataset_id).files[name]
-            if isinstance(served, bytes):
-                return file_response(request, served, len(served))
-            file = await open_in_thread(served)
-        except (KeyError, OSError) as error:
-            raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here") from error
-        try:
-            return file_response(request, file, os.fstat(file.fileno()).st_size)
-        except ApiError:
-            file.close()
-            raise
+        file = server.find_dataset(peer_of(request), dataset_id).files.get(name)
+        if file is None or (isinstance(file, Path) and (file.is_symlink() or not file.is_file())):
+            raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here")
+        return file_response(request, file, len(file) if isinstance(file, bytes) else os.stat(file).st_size)  # noqa: PTH116
 
     @app.post(
         "/v1/swarm/{dataset_id}", response_model=SwarmReply,
