@@ -9,34 +9,42 @@ dataset on a web server or in a bucket is announced and tracked too; its slices 
 Cost: 350 bytes per slice for the table of hashes (90 MB for 250,000 slices).
 """
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from forebay.dataset.chunks import CHUNKS_FILE
-from forebay.dataset.manifest import (
-    DOCUMENTS_FILE,
-    LENGTHS_FILE,
-    MANIFEST_FILE,
-    TABLE_FILE,
-)
+from fastapi.concurrency import run_in_threadpool
+
+from forebay.dataset.chunks import hash_slice
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.errors import UsageError
+from forebay.dataset.verified import VerifiedChunks
+from forebay.errors import DatasetError, UsageError
+from forebay.files import open_below
 from forebay.network.access import AccessPolicy
-from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
+from forebay.network.app import (
+    ApiError,
+    JsonResponse,
+    Metric,
+    Request,
+    Response,
+    counter,
+    gauge,
+    peer_of,
+)
 from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
-from forebay.network.publications import SIGNATURE_NAME
 from forebay.order.growth import ancestors
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer, SmallFiles
 
-FILES = (MANIFEST_FILE, TABLE_FILE, CHUNKS_FILE, LENGTHS_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
 log = logging.getLogger("forebay.data_node")
 
 
@@ -68,7 +76,8 @@ class DataNode(SliceServer):
         self.datasets = list(datasets)
         self._access = access or AccessPolicy()
         self._slices: dict[str, tuple[SliceFile, ...]] = {}
-        self._lock = threading.Lock()
+        self._local: dict[str, tuple[Dataset, VerifiedChunks]] = {}  # by dataset id
+        self._lock, self._hashing = threading.Lock(), asyncio.Lock()
         self._sent: dict[str, int] = {}
         self._started_at = time.time()
 
@@ -78,19 +87,18 @@ class DataNode(SliceServer):
         NetworkError if it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
-            url, files = "", dict[str, bytes | Path]()
-            if not dataset.is_local:
-                url, files = dataset.url, SmallFiles(dataset)
-            else:
+            url = "" if dataset.is_local else dataset.url
+            if dataset.is_local:
+                self._local[dataset.id] = dataset, VerifiedChunks(dataset.path, dataset.id, dataset.table)
                 for index in range(dataset.num_slices):
                     row = dataset.table.row(index)
-                    path = dataset.slice_path(index)
-                    file = SliceFile(path, row.bytes, dataset.name, dataset.id)
+                    file = SliceFile(dataset.slice_path(index), row.bytes, dataset.name, dataset.id, index)
                     self._slices[row.sha256] = (*self._slices.get(row.sha256, ()), file)
-                files = {name: dataset.path / name for name in FILES}
             earlier = ancestors(dataset.manifest.lineage)
             family = next(iter(earlier), "")
-            shared = SharedDataset(dataset.name, dataset.id, dataset.num_slices, files, url=url, family=family)
+            shared = SharedDataset(
+                dataset.name, dataset.id, dataset.num_slices, SmallFiles(dataset), url=url, family=family
+            )
             self._shared[dataset.id] = shared
             for id, num_slices in earlier.items():
                 if 0 < num_slices <= dataset.num_slices and id not in self._shared:
@@ -153,23 +161,21 @@ class DataNode(SliceServer):
             self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
-        files, fault = self._slices.get(sha256, ()), None
-        usable = []
+        return [file for file in self._slices.get(sha256, ()) if file.path.is_file()]
+
+    async def verify_slice(self, files: Sequence[SliceFile]) -> Path:
+        """Return the first file that has the bytes of its dataset; each is hashed once, for as long as it stays."""
         for file in files:
+            dataset, verified = self._local[file.dataset_id]
+            row = dataset.table.row(file.index)
             try:
-                size = file.path.stat().st_size
-            except OSError as error:
-                log.error("slice %s: %s is announced and cannot be read: %s", sha256, file.path, error)
-                fault = ApiError(404, "slice_lost", "this node announced the slice and no longer has it")
-                continue
-            if size == file.num_bytes:
-                usable.append(file)
-            else:
-                log.error("slice %s: %s has %d bytes, the table says %d", sha256, file.path, size, file.num_bytes)
-                fault = ApiError(404, "slice_changed", "this node's file of the slice has changed")
-        if fault is not None and not usable:
-            raise fault
-        return usable
+                if not await run_in_threadpool(verified.is_verified, file.index, row):
+                    async with self._hashing:  # Others wait here, and not in the few threads.
+                        await run_in_threadpool(verified.verify, file.index, row, partial(_leaves, dataset, row))
+                return file.path
+            except (OSError, DatasetError) as error:
+                log.error("slice %s is not served: %s", row.sha256, error)
+        raise ApiError(404, "slice_changed", "this node's file of the slice has changed")
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         reason = self._access.check(peer, dataset, dataset_id, num_bytes, time.time())
@@ -188,6 +194,18 @@ class DataNode(SliceServer):
             ids = {dataset["id"] for dataset in status["datasets"]}
             status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
         return JsonResponse(status)
+
+
+def _leaves(dataset: Dataset, row: SliceInfo) -> bytes:
+    """Return the hashes of the chunks of a slice; of its file where the dataset has none of them."""
+    try:
+        return dataset.leaves(row.index)
+    except DatasetError:
+        with open_below(dataset.path, row.name) as file:
+            root, leaves = hash_slice(file, row.chunk_bytes)
+        if root != row.sha256:
+            raise
+        return leaves
 
 
 def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:

@@ -6,11 +6,13 @@ processes. Cost: one fsync per file and one per directory.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,12 @@ def _host() -> str:
 _FIRST_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO: not in a container
 HOST = _host()
 _TEMPORARY = re.compile(r"\.(?P<stem>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp")
+
+
+_LINK = (
+    "a link, which is not followed, as it may lead to any file of this machine. Copy the directory with files in place "
+    "of links (cp -rL)"
+)
 
 
 def temporary_path(path: Path) -> Path:
@@ -92,6 +100,38 @@ def commit_files(files: Mapping[Path, Path]) -> None:
         path.replace(final)
     for directory in {final.parent for final in files.values()}:
         sync_directory(directory)
+
+
+def open_below(folder: Path, name: str) -> BinaryIO:
+    """Open a regular file of a directory that somebody else made, for reading. No link below it is followed.
+
+    Raises OSError; PermissionError for a link, or what is not a file.
+    """
+    path, flags = folder / name, os.O_RDONLY | os.O_CLOEXEC
+    descriptor = os.open(folder, flags | os.O_DIRECTORY)
+    for part in name.split("/"):
+        above = descriptor
+        try:
+            if part in ("", ".."):
+                raise PermissionError(errno.EPERM, "a path that leads out of its directory", str(path))
+            descriptor = os.open(part, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+        except OSError as error:
+            error.filename = str(path)
+            if error.errno == errno.ELOOP:
+                raise PermissionError(errno.EPERM, _LINK, error.filename) from error
+            raise
+        finally:
+            os.close(above)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def path_below(folder: Path, name: str) -> Path:
+    """Return the path of a file that `open_below` opens, for a library that opens it itself. Raises OSError."""
+    open_below(folder, name).close()
+    return folder / name
 
 
 def sync_file(path: str | Path) -> None:

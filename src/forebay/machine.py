@@ -40,27 +40,50 @@ def home_directory() -> Path:
     except RuntimeError:
         home = Path(tempfile.gettempdir(), f"home-{os.getuid()}")
         with suppress(OSError):
-            private_directory(home, "Set HOME.")
+            own_directory(home, "Set HOME.")
         return home
 
 
-def private_directory(path: Path, advice: str) -> Path:
-    """Make a directory that is this user's alone: one of another user may hold files that mislead.
+def own_directory(path: Path, advice: str = "Name another directory, such as one below it.") -> Path:
+    """Make a directory (0700) in which only this user and root can put files: those of others may mislead.
+
+    One of this user to which others may write is closed to them if all in it is this user's, but for one like /tmp.
 
     Raises:
         OSError: If it cannot be made.
-        UsageError: If it is another user's, or open to others; the message ends with `advice`.
+        UsageError: If it, or a link that leads to it, is another user's, or others may write to it. The message ends
+            with `advice`.
     """
-    path.mkdir(0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise UsageError(f"{path}: expected a directory of this user alone, got another. {advice}")
+    path.mkdir(0o700, parents=True, exist_ok=True)
+    status, own = path.stat(), os.getuid()
+    foreign = {path.lstat().st_uid, status.st_uid} - {0, own}
+    if foreign:
+        with suppress(OSError), tempfile.TemporaryFile(dir=path) as probe:  # The file system may map users.
+            foreign.discard(os.fstat(probe.fileno()).st_uid)
+    is_open = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if is_open and not foreign and status.st_uid == own and not status.st_mode & stat.S_ISVTX:
+        with os.scandir(path) as entries:
+            foreign = {entry.stat(follow_symlinks=False).st_uid for entry in entries} - {own}
+        if not foreign:
+            path.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+            is_open = False
+    if foreign or is_open:
+        got = f"files of user {foreign.pop()}" if foreign else "one to which others may write"
+        raise UsageError(f"{path}: expected a directory that only this user can change, got {got}. {advice}")
     return path
 
 
+def open_own(path: str, flags: int) -> int:
+    """Open a file of an `own_directory`: the `opener` of `open`. A link is not followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
 def user_cache() -> Path:
-    """Return the directory of the user's cache: `$FOREBAY_CACHE`, or `forebay` in `cache_home`."""
-    return Path(os.environ.get("FOREBAY_CACHE") or cache_home() / "forebay")
+    """Return the directory of the user's cache, an `own_directory`: `$FOREBAY_CACHE`, or `forebay` in `cache_home`."""
+    path = Path(os.environ.get("FOREBAY_CACHE") or cache_home() / "forebay")
+    with suppress(OSError):  # Its user reports what cannot be written.
+        own_directory(path, "Set FOREBAY_CACHE.")
+    return path
 
 
 def cache_home() -> Path:

@@ -53,16 +53,12 @@ def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert machine.user_cache().is_absolute() and machine.user_cache().name == "forebay"
-    with monkeypatch.context() as other:
-        other.setattr(os, "getuid", lambda: -1)
-        with pytest.raises(UsageError, match="directory of this user"):
-            machine.user_cache()  # The user of this test makes it.
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # It is to be ignored, says the standard.
     assert machine.user_cache().is_absolute()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert machine.user_cache() == tmp_path / "forebay"
-    monkeypatch.setenv("FOREBAY_CACHE", "/c")
-    assert machine.user_cache() == Path("/c")
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "c"))
+    assert machine.user_cache() == tmp_path / "c"
 
 
 STEP = "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_STEP_ID=0"

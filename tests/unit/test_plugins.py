@@ -35,8 +35,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_plug_in_is_found_by_its_entry_point_or_by_module_and_name(package: Path) -> None:
     assert plugins.load_plugin("forebay.filters", "mine").__name__ == "Mine"
-    assert plugins.load_plugin("forebay.filters", "my_plugins:Mine.__name__") == "Mine"
-    assert plugins.load_plugin("forebay.dedup", "json:loads") is json.loads
+    assert plugins.load_plugin("forebay.filters", "my_plugins:Mine.__name__", allow_code=True) == "Mine"
+    assert plugins.load_plugin("forebay.dedup", "json:loads", allow_code=True) is json.loads
     assert open_origin("mine://x", identity="y") == ("mine://x", {"identity": "y"})
 
 
@@ -51,4 +51,4 @@ def test_a_plug_in_is_found_by_its_entry_point_or_by_module_and_name(package: Pa
 )
 def test_a_wrong_name_is_named(package: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plugins.load_plugin("forebay.filters", name)
+        plugins.load_plugin("forebay.filters", name, allow_code=True)

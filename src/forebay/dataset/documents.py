@@ -157,7 +157,7 @@ class Documents:
 
     def _table(self) -> pq.ParquetFile:
         try:
-            return pq.ParquetFile(self.dataset.path / DOCUMENTS_FILE)
+            return pq.ParquetFile(self.dataset.file(DOCUMENTS_FILE))
         except (OSError, ValueError) as error:
             raise DatasetError(
                 f"{self.dataset.path / DOCUMENTS_FILE}: cannot read it: {error}. Fetch it again."
@@ -169,12 +169,10 @@ class Documents:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        path = self.dataset.path / "tokenizer.json"
-        if not path.is_file():
-            return None
-        from tokenizers import Tokenizer
-
         try:
+            path = self.dataset.file("tokenizer.json")
+            from tokenizers import Tokenizer
+
             return Tokenizer.from_file(str(path))
         except Exception:  # noqa: BLE001  # the library raises bare exceptions; a preview must not fail
             return None

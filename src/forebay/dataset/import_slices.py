@@ -45,11 +45,11 @@ def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
     paths = sorted((p.relative_to(folder).as_posix(), p) for p in folder.rglob("*.safetensors") if p.is_file())
     if not paths:
         raise DatasetError(f"import: expected .safetensors files in {folder}, got none.")
-    first = open_slice(paths[0][1])
+    first = open_slice(paths[0][1], folder)
     layout, shared = first.layout, _signature(first)
     rows, frames = list[SliceInfo](), list[bytes]()
     for index, (relative, path) in enumerate(paths):
-        opened = open_slice(path)
+        opened = open_slice(path, folder)
         joined = _join(shared, _signature(opened)) if opened.layout == layout else None
         if joined is None:
             raise DatasetError(

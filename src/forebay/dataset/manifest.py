@@ -38,6 +38,7 @@ MAX_FREE_ROWS = 1 << 16
 MAX_FREE_BYTES = 64 << 20
 MAX_EXPANSION = 16  # bytes in memory for each byte of the file, beyond MAX_FREE_BYTES
 MAX_NAME_BYTES = 1024
+_MAX_CHUNKS = 1 << 31  # 128 TiB in chunks of 64 KiB
 MAX_MANIFEST_BYTES = 256 << 20  # A lineage of a million inputs is about 150 MB.
 
 LAYOUTS = ("tokens", "rows")
@@ -183,6 +184,13 @@ class Manifest:
             raise DatasetError(
                 f"{TABLE_FILE}: expected the manifest's totals {expected}, got {actual}. Fetch both files again."
             )
+        # Readers allocate a byte a chunk, and numbers for every so many tokens, before they see a slice.
+        if (chunks := _sum(-(-table.bytes // self.chunk_bytes))) > _MAX_CHUNKS:
+            raise DatasetError(f"{location}: expected at most {_MAX_CHUNKS} chunks, got {chunks}. Fetch it again.")
+        if self.layout == "tokens":
+            items = table.bytes // TOKEN_DTYPES[self.dtype].itemsize
+            if (table.count > items).any() or (table.documents > items).any():
+                raise DatasetError(f"{location}: expected slices with room for their tokens, got less. Fetch it again.")
         return table
 
 

@@ -6,6 +6,7 @@ A dataset keeps at most 64 slices mapped; arrays that callers keep stay valid.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Ma
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
+from forebay.files import open_below, path_below
 from forebay.maps import release_pages
 
 if TYPE_CHECKING:
@@ -181,6 +183,13 @@ class Dataset:
         """Number of slices."""
         return len(self.table)
 
+    def file(self, name: str) -> Path:
+        """Return the path of a file beside the slices. Raises DatasetError if it is missing, or a link."""
+        try:
+            return path_below(self.path, name)
+        except OSError as error:
+            raise DatasetError(f"{self.path / name}: cannot be read: {error.strerror}. Fetch it again.") from error
+
     def slice_path(self, index: int) -> Path:
         """The path of slice `index`. Raises UsageError if it is outside [0, num_slices)."""
         return self.path / self.table.row(index).name
@@ -213,7 +222,7 @@ class Dataset:
     def map_slice(self, index: int) -> Slice:
         """As `read_slice`, without hashing any byte: `verify_chunks` does, of what is used."""
         row = self.table.row(index)
-        opened = open_slice(self.path / row.name)
+        opened = open_slice(self.path / row.name, self.path)
         size = opened.path.stat().st_size
         if size != row.bytes:
             raise DatasetError(f"{opened.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
@@ -230,15 +239,12 @@ class Dataset:
 
     def is_verified(self, index: int) -> bool:
         """Whether every byte of a slice was hashed since its file changed, or none is to be."""
-        return self._verified is None or self._verified.is_verified(
-            index, self.slice_path(index), self.table.row(index)
-        )
+        return self._verified is None or self._verified.is_verified(index, self.table.row(index))
 
     def verify_chunks(self, index: int, first: int = 0, last: int | None = None) -> None:
         """Hash chunks [first, last) of a slice, or all, unless they were. Raises DatasetError if one is damaged."""
         if self._verified is not None:
-            row = self.table.row(index)
-            self._verified.verify(index, self.slice_path(index), row, lambda: self.leaves(index), first, last)
+            self._verified.verify(index, self.table.row(index), lambda: self.leaves(index), first, last)
 
     @cached_property
     def first_chunks(self) -> I64:
@@ -283,7 +289,7 @@ class Dataset:
     def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:
         """Leaves [first, first + count) of the file, as each of its sources has them; not verified."""
         try:
-            with (self.path / CHUNKS_FILE).open("rb") as file:
+            with open_below(self.path, CHUNKS_FILE) as file:
                 yield read_leaves(file, first, count)
         except OSError as error:
             raise DatasetError(
@@ -305,7 +311,7 @@ class Dataset:
         """Open `lengths.zst`, verified. Errors as of `all_document_ends`."""
         path = self.path / LENGTHS_FILE
         try:
-            with path.open("rb") as file:
+            with open_below(self.path, LENGTHS_FILE) as file:
                 if self._verified is not None and (got := hash_file(file)) != self.manifest.lengths_sha256:
                     raise DatasetError(
                         f"{path}: expected sha256 {self.manifest.lengths_sha256}, got {got}. Fetch or prepare it again."
@@ -338,7 +344,7 @@ class Dataset:
 
     def _columns(self) -> dict[str, str]:
         try:
-            first = open_slice(self.slice_path(0))
+            first = open_slice(self.slice_path(0), self.path)
         except (DatasetError, UsageError):
             return {}
         return {name: f"{first.dtypes[name]} {list(array.shape[1:])}" for name, array in first.tensors.items()}
@@ -367,24 +373,25 @@ class Dataset:
 
     def _state_of(self, name: str, size: int | None, sha256: str) -> str:
         """ "", "changed" or "missing": how a slice, or a file without a size, compares with its hash."""
-        path = self.path / name
         try:
-            if not path.is_file():
-                return "missing"
-            if size is not None and path.stat().st_size != size:
-                return "changed"
-            got = hash_file(path) if size is None else hash_slice(path, self.table.chunk_bytes)[0]
-            return "" if got == sha256 else "changed"
+            with open_below(self.path, name) as file:
+                if size not in (None, os.fstat(file.fileno()).st_size):
+                    return "changed"
+                got = hash_file(file) if size is None else hash_slice(file, self.table.chunk_bytes)[0]
+        except (FileNotFoundError, NotADirectoryError):
+            return "missing"
         except OSError:
             return "changed"
+        return "" if got == sha256 else "changed"
 
     def _state_of_chunks(self) -> str:
         """ "", "changed" or "missing": whether `chunks.sha256` has the hashes of all slices."""
-        path = self.path / CHUNKS_FILE
-        if not path.is_file():
+        try:
+            with open_below(self.path, CHUNKS_FILE) as file:
+                if os.fstat(file.fileno()).st_size != int(self.first_chunks[-1]) * HASH_BYTES:
+                    return "changed"
+        except OSError:
             return "missing"
-        if path.stat().st_size != int(self.first_chunks[-1]) * HASH_BYTES:
-            return "changed"
         return "" if self._has_all_leaves() else "changed"
 
     def _has_all_leaves(self) -> bool:
@@ -449,11 +456,12 @@ def verify_dataset(path: str | Path, on_progress: Callable[[int], None] | None =
         manifest = Manifest.from_json(data)
     except DatasetError as error:
         return VerifyReport(False, [MANIFEST_FILE], changed=[MANIFEST_FILE], reason=str(error))
-    table_path = folder / TABLE_FILE
-    if not table_path.is_file():
+    try:
+        with open_below(folder, TABLE_FILE) as file:
+            if hash_file(file) != manifest.table_sha256:
+                return VerifyReport(False, [TABLE_FILE], changed=[TABLE_FILE])
+    except OSError:
         return VerifyReport(False, [TABLE_FILE], missing=[TABLE_FILE])
-    if hash_file(table_path) != manifest.table_sha256:
-        return VerifyReport(False, [TABLE_FILE], changed=[TABLE_FILE])
     return open_dataset(folder, verify="never").verify(on_progress)
 
 
@@ -470,7 +478,8 @@ def local_path(path: str | Path) -> Path:
 
 def _read(folder: Path, name: str) -> bytes:
     try:
-        return (folder / name).read_bytes()
+        with open_below(folder, name) as file:
+            return file.read()
     except OSError as error:
         what = "a file" if folder.is_file() else f"a directory without {name}" if folder.is_dir() else "nothing there"
         what = what if isinstance(error, FileNotFoundError | NotADirectoryError) else error.strerror or str(error)

@@ -8,16 +8,19 @@ torn byte costs one more hash. It is sparse: 16 bytes a slice and a byte a chunk
 import hashlib
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from forebay.arrays import U8
+from forebay.arrays import I64, U8
 from forebay.dataset.chunks import HASH_BYTES, consecutive_runs, first_chunks, wrong_chunks
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
-from forebay.machine import user_cache
+from forebay.files import open_below
+from forebay.machine import open_own, own_directory, user_cache
 from forebay.maps import map_file
 
 _MARK_BYTES = 16
@@ -31,18 +34,19 @@ class VerifiedChunks:
     def __init__(self, folder: Path, dataset_id: str, table: SliceTable) -> None:
         folder_hash = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
         self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}-2"
+        self._folder = folder
         self._first = first_chunks(table.bytes, table.chunk_bytes)
         self._bytes: U8 | None = None
         self._leaves: dict[int, bytes] = {}
 
-    def is_verified(self, index: int, path: Path, row: SliceInfo) -> bool:
+    def is_verified(self, index: int, row: SliceInfo) -> bool:
         """Whether all chunks of a slice are. Raises DatasetError if its file is missing."""
-        return bool(self._flags(index, path, row).all())
+        with self._open_slice(row) as file:
+            return bool(self._flags(index, file, row).all())
 
     def verify(
-        self, index: int, path: Path, row: SliceInfo, leaves: Callable[[], bytes], first: int = 0,
-        last: int | None = None,
-    ) -> None:  # fmt: skip
+        self, index: int, row: SliceInfo, leaves: Callable[[], bytes], first: int = 0, last: int | None = None
+    ) -> None:
         """Hash chunks [first, last) that were not verified since their file changed.
 
         Args:
@@ -51,10 +55,16 @@ class VerifiedChunks:
         Raises:
             DatasetError: If a chunk has other bytes, or the file cannot be read.
         """
-        flags = self._flags(index, path, row)
-        missing = first + np.flatnonzero(flags[first:last] == 0)
-        if not len(missing):
-            return
+        with self._open_slice(row) as file:
+            flags = self._flags(index, file, row)
+            missing = first + np.flatnonzero(flags[first:last] == 0)
+            if len(missing):
+                self._verify(index, file, row, leaves, missing, flags)
+
+    def _verify(
+        self, index: int, file: BinaryIO, row: SliceInfo, leaves: Callable[[], bytes], missing: I64, flags: U8
+    ) -> None:
+        path = self._folder / row.name
         expected, size = self._leaves.get(index) or leaves(), row.chunk_bytes
         if len(self._leaves) >= _MAX_LEAVES:
             self._leaves.clear()
@@ -63,7 +73,8 @@ class VerifiedChunks:
             count = max(1, _READ_BYTES // size)
             for start in range(0, len(run), count):
                 low, high = int(run[start]), int(run[min(len(run), start + count) - 1]) + 1
-                data = _read(path, low * size, min(row.bytes, high * size))
+                file.seek(low * size)
+                data = memoryview(file.read(min(row.bytes, high * size) - low * size))
                 if low * size + len(data) < min(row.bytes, high * size):
                     raise DatasetError(
                         f"{path}: expected {row.bytes:,} bytes, got {low * size + len(data):,}: it was truncated while "
@@ -80,13 +91,18 @@ class VerifiedChunks:
         if flags.all():
             self._leaves.pop(index, None)
 
-    def _flags(self, index: int, path: Path, row: SliceInfo) -> U8:
-        """The flags of a slice's chunks, cleared if its file changed."""
-        data = self._open()
+    @contextmanager
+    def _open_slice(self, row: SliceInfo) -> Iterator[BinaryIO]:
         try:
-            mark = _mark_of(path, row.sha256)
+            with open_below(self._folder, row.name) as file:
+                yield file
         except OSError as error:
+            path = self._folder / row.name
             raise DatasetError(f"{path}: cannot be read: {error.strerror or error}. Fetch it again.") from error
+
+    def _flags(self, index: int, file: BinaryIO, row: SliceInfo) -> U8:
+        """The flags of a slice's chunks, cleared if its file changed."""
+        data, mark = self._open(), _mark_of(file, row.sha256)
         stored = data[index * _MARK_BYTES : (index + 1) * _MARK_BYTES]
         base = (len(self._first) - 1) * _MARK_BYTES
         flags = data[base + int(self._first[index]) : base + int(self._first[index + 1])]
@@ -99,9 +115,8 @@ class VerifiedChunks:
         if self._bytes is None:
             size = (len(self._first) - 1) * _MARK_BYTES + int(self._first[-1])
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.touch(0o600)
-                with self._path.open("r+b") as file:
+                own_directory(self._path.parent)
+                with open(self._path, "a+b", opener=open_own) as file:
                     if file.seek(0, os.SEEK_END) != size:
                         file.truncate(size)
                     self._bytes = map_file(file, is_writable=True)
@@ -110,17 +125,8 @@ class VerifiedChunks:
         return self._bytes
 
 
-def _mark_of(path: Path, sha256: str) -> bytes:
+def _mark_of(file: BinaryIO, sha256: str) -> bytes:
     """The mark of a file, computed before hashing it: a file modified meanwhile gets other times."""
-    stat = path.stat()
+    stat = os.fstat(file.fileno())
     identity = struct.pack("<4q", stat.st_ino & (1 << 63) - 1, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     return hashlib.blake2b(bytes.fromhex(sha256) + identity, digest_size=_MARK_BYTES).digest()
-
-
-def _read(path: Path, start: int, stop: int) -> memoryview:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return memoryview(file.read(stop - start))
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror or error}. Fetch it again.") from error

@@ -19,7 +19,7 @@ import numpy as np
 from forebay.arrays import U8
 from forebay.errors import UsageError
 from forebay.fetch.chunk_file import NUM_SLOTS
-from forebay.machine import private_directory
+from forebay.machine import open_own, own_directory
 from forebay.maps import map_file
 from forebay.storage.locks import Lock, acquire, is_locked, try_acquire
 
@@ -30,14 +30,8 @@ _MAGIC = b"FBSTATE2"
 
 
 def cache_directory(directory: str | Path) -> Path:
-    """Return the directory of a cache; for `ram` a private directory of this user in /dev/shm."""
-    if directory != "ram":
-        return Path(directory).expanduser()
-    path = _RAM / f"forebay-{os.getuid()}"
-    try:
-        return private_directory(path, "Choose a directory on disk.")
-    except OSError as error:
-        raise UsageError(f"cache: cannot make {path} in memory: {error}. Choose a directory on disk.") from error
+    """Return the directory of a cache; for `ram` one of this user in /dev/shm."""
+    return _RAM / f"forebay-{os.getuid()}" if directory == "ram" else Path(directory).expanduser()
 
 
 class SharedState(ABC):
@@ -78,12 +72,13 @@ class SharedState(ABC):
                 yield
                 return
             try:
+                if self._state is None:
+                    self._make_directories()
                 try:
                     lock = acquire(self._locks / "room")
                 except FileNotFoundError:
-                    if self._state is not None:
-                        log.warning("%s was deleted while it was in use. Created again.", self.directory)
-                    self._locks.mkdir(parents=True, exist_ok=True)
+                    log.warning("%s was deleted while it was in use. Created again.", self.directory)
+                    self._make_directories()
                     lock = acquire(self._locks / "room")
                 self._depth = 1
                 try:
@@ -98,6 +93,10 @@ class SharedState(ABC):
                     "its disk, or choose another directory."
                 ) from error
 
+    def _make_directories(self) -> None:
+        for directory in (self.directory, self._locks, self._maps):
+            own_directory(directory)
+
     def _enter(self) -> None:
         """Map the state, and take a slot; again if the directory was deleted meanwhile."""
         path = self.directory / "state"
@@ -106,11 +105,12 @@ class SharedState(ABC):
         except FileNotFoundError:
             inode = 0
         if self._state is None or inode != self._state_inode:
-            self._maps.mkdir(exist_ok=True)  # With the lock: who makes `locks` may not have come so far.
+            own_directory(self._maps)  # Again, with the lock: another process may have deleted it.
             is_new = not inode or path.stat().st_size != _STATE.size
             if is_new:
-                path.write_bytes(_STATE.pack(_MAGIC, 0, *[0] * (2 * NUM_SLOTS)))
-            with path.open("r+b") as file:
+                with open(path, "wb", opener=open_own) as file:
+                    file.write(_STATE.pack(_MAGIC, 0, *[0] * (2 * NUM_SLOTS)))
+            with open(path, "r+b", opener=open_own) as file:
                 self._state_inode = os.fstat(file.fileno()).st_ino
                 self._state = map_file(file, is_writable=True)
             numbers = self._state[8:]

@@ -23,6 +23,7 @@ import numpy as np
 from forebay.arrays import BOOL, I64, U8, U32
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, consecutive_runs, num_chunks, root_of, wrong_chunks
 from forebay.dataset.manifest import SliceInfo
+from forebay.machine import open_own
 from forebay.maps import map_file
 
 Check = Callable[[int, memoryview], bool]
@@ -66,9 +67,9 @@ class ChunkFile:
         self.check: Check | None = None
         """In place of the tree of an object that has none; the caller that opens the object sets it."""
         self.layout = layout = MapLayout(info.bytes, info.chunk_bytes)
-        with map_path.open("r+b") as file:
+        with open(map_path, "r+b", opener=open_own) as file:
             self._map: U8 = map_file(file, layout.num_bytes, is_writable=True)
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_own) as file:
             self.data: U8 = map_file(file, info.bytes, info.offset)
         n = layout.num_chunks
         self.marks = self._map[layout.marks : layout.marks + n]
@@ -266,9 +267,10 @@ def create(path: Path, map_path: Path, info: SliceInfo, mark: int = ABSENT) -> N
     data = bytearray(layout.num_bytes)  # Written, so that a full disk is an error now, and no signal later.
     data[: _HEADER.size] = _header(info, False, path).tobytes()
     data[layout.marks : layout.marks + layout.num_chunks] = bytes([mark]) * layout.num_chunks
-    map_path.write_bytes(data)
+    with open(map_path, "wb", opener=open_own) as file:
+        file.write(data)
     if mark == ABSENT:
-        with path.open("wb") as file:
+        with open(path, "wb", opener=open_own) as file:
             file.truncate(info.offset + info.bytes)
 
 

@@ -16,7 +16,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import formats, get_format
 from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import RAW_TOKENS, detect
-from forebay.formats.external import ExternalDataset, reading
+from forebay.formats.external import ExternalDataset, below, reading
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
 from forebay.formats.saved_arrow import STATE_FILE, check_split
 from forebay.formats.vectors import (
@@ -79,9 +79,14 @@ def _open_directory(path: Path, dtype: Any, column: str | None) -> ExternalDatas
         return get_format(name).open_tokens(path, dtype, column)
     files = list(_files(path))
     pairs = [pair for file in files if is_index(file) and (pair := pair_of(file))]
+    opened: ExternalDataset | None
     if pairs:
-        return MegatronDataset(path, pairs)
-    return open_token_files(path, [file for file in files if file.parent == path], dtype)
+        opened = MegatronDataset(path, pairs)
+    else:
+        opened = open_token_files(path, [file for file in files if file.parent == path], dtype)
+    for file in opened.files if opened is not None else ():
+        below(path, file)
+    return opened
 
 
 def open_token_files(folder: Path, files: Sequence[Path], dtype: Any) -> ExternalDataset | None:

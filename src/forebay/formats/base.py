@@ -7,7 +7,6 @@ used. Detection asks them in the order of `BUILT_IN`, those of other packages la
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +145,9 @@ def format_names() -> tuple[str, ...]:
 @cache
 def get_format(name: str) -> Format:
     """Return a format by name. Raises UsageError if there is none, or it cannot be loaded."""
-    if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        created: Format = getattr(import_module(f"forebay.formats.{module}"), attribute)()
-        return created
-    if name not in plugins(ENTRY_POINTS):
+    if name not in format_names():
         raise UsageError(f"format: expected one of {', '.join(format_names())}, got {name!r}.")
-    plugin = load_plugin(ENTRY_POINTS, name)()
+    plugin = load_plugin(ENTRY_POINTS, name, {key: f"forebay.formats.{place}" for key, place in BUILT_IN.items()})()
     if not isinstance(plugin, Format) or plugin.name != name:
         raise UsageError(
             f"format {name}: expected a forebay.formats.base.Format of that name, got {type(plugin).__name__} "

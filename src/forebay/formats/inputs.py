@@ -185,7 +185,7 @@ _DEFAULTS = ReadOptions()
 
 
 class OutputBudget:
-    """Counts the bytes that come out of a split: at most its share of `max(256 MiB, max_unpacked_ratio * size)`.
+    """Counts the bytes that come out of a split or a run: at most a share of `max(256 MiB, max_unpacked_ratio * size)`.
 
     A file whose size is not known has no limit here; that of its compression holds.
     """
@@ -201,7 +201,7 @@ class OutputBudget:
         self._remaining -= size
         if self._remaining < 0:
             raise CorruptInputError(
-                f"more text came out than 256 MiB and {self._ratio} times the size of the file: a bomb. Raise "
+                f"more text came out than 256 MiB and {self._ratio} times their size: a bomb. Raise "
                 "max_unpacked_ratio if you trust it."
             )
 

@@ -275,6 +275,6 @@ def _decode_array(data: bytes) -> Array:
 
 def _find_block(folder: Path, index: LitDataIndex, number: int) -> blocks.Block:
     chunk, codec = index.chunks[number], (index.config.compression or "").partition(":")[0]
-    path = folder / chunk.filename
+    path = external.below(folder, folder / chunk.filename)
     stored = external.file_size(path) if codec else chunk.chunk_bytes
     return blocks.Block(path, chunk.chunk_size, chunk.chunk_bytes, stored, codec)

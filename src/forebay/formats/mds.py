@@ -253,6 +253,7 @@ def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
             codec = "" if file is shard.raw_data else (shard.compression or "none").partition(":")[0]
             hashes, name = file.hashes or {}, file.hash_name
             num_bytes = shard.raw_data.bytes
+            path = external.below(folder, path)
             return blocks.Block(path, shard.samples, num_bytes, file.bytes, codec, name, hashes.get(name, ""))
     path = folder / shard.raw_data.basename
     raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")

@@ -408,7 +408,7 @@ def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
     is_listed = dataset is not None and TOKENIZER_FILE in dataset.manifest.listed_files
     if dataset is None or not is_listed or not (dataset.path / TOKENIZER_FILE).is_file():
         return {}
-    shutil.copyfile(dataset.path / TOKENIZER_FILE, out / TOKENIZER_FILE)
+    shutil.copyfile(dataset.file(TOKENIZER_FILE), out / TOKENIZER_FILE)
     return {TOKENIZER_FILE: hash_file(out / TOKENIZER_FILE)}
 
 

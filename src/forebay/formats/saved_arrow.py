@@ -90,7 +90,7 @@ def files_of(path: Path) -> list[Path]:
         isinstance(n, str) and n not in ("", ".", "..") and "/" not in n and n.isprintable() for n in names
     ):
         raise DatasetError(f"{state_file}: expected names of files beside it, got {str(names)[:200]}.")
-    return [path / name for name in names]
+    return [external.below(path, path / name) for name in names]
 
 
 @contextmanager

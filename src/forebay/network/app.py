@@ -69,7 +69,7 @@ class JsonResponse(Response):
 
 
 class FileRange(Response):
-    """Bytes [start, stop) of a file, or of bytes in memory, sent in pieces; its memory is one piece.
+    """Bytes [start, stop) of a file, an open one, or bytes in memory, sent in pieces; its memory is one piece.
 
     The file is read, not mapped: truncating a mapped file would kill the process by SIGBUS. Bytes in memory are not
     copied, so slow clients share them.
@@ -77,16 +77,17 @@ class FileRange(Response):
 
     media_type = BINARY
 
-    def __init__(self, source: Path | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
+    def __init__(self, source: Path | int | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
         super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
         self.source, self.start, self.stop = source, start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope["state"]["connection"]
-        source, descriptor = self.source, -1
-        if not isinstance(source, bytes):
+        source, descriptor = self.source, self.source if isinstance(self.source, int) else -1
+        if isinstance(source, Path):
             try:
-                descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, source, os.O_RDONLY)
+                flags = os.O_RDONLY | os.O_NOFOLLOW
+                descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, source, flags)
             except OSError:
                 log.exception("server: cannot open %s", source)
                 error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
@@ -96,7 +97,7 @@ class FileRange(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send_pieces(connection, descriptor, send)
         finally:
-            if descriptor != -1:
+            if isinstance(source, Path):
                 os.close(descriptor)
 
     async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
@@ -129,7 +130,7 @@ async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
         return await asyncio.get_running_loop().run_in_executor(None, os.preadv, descriptor, [buffer], offset)
 
 
-def file_response(request: Request, source: Path | bytes, size: int) -> FileRange:
+def file_response(request: Request, source: Path | int | bytes, size: int) -> FileRange:
     """A file or bytes of `size`: completely (200), or the requested range (206; ApiError 416 if malformed)."""
     header = request.headers.get("Range")
     if header is None:

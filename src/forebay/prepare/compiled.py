@@ -11,7 +11,6 @@ import functools
 import hashlib
 import logging
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forebay.machine import cache_home
+from forebay.errors import UsageError
+from forebay.machine import cache_home, own_directory
 
 _compiling_s = 0.0
 
@@ -84,16 +84,10 @@ def has_compiled() -> bool:
 def _directory() -> str:
     name = f"kernels-{_hash_of_sources()}"
     for parent in _parents():
-        directory = parent / name
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = directory.lstat()
-            # What lies there is run: nobody else may have put it there.
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-                with tempfile.TemporaryFile(dir=directory):
-                    return str(directory)
-        except OSError:
-            continue
+        with contextlib.suppress(OSError, UsageError):  # What lies there is run: nobody else may have put it there.
+            directory = own_directory(own_directory(parent) / name)
+            with tempfile.TemporaryFile(dir=directory):
+                return str(directory)
     logging.getLogger(__name__).warning("kernels: no directory can be written, each process compiles its own")
     return ""
 

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from forebay.errors import ForebayError, UsageError, install_command
-from forebay.plugins import load_plugin, plugins
+from forebay.plugins import check_code, load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.recipe import GROUPS, STAGES, Recipe
 from forebay.prepare.scores.base import SCORERS, Score
 from forebay.prepare.scores.columns import Select
-from forebay.prepare.settings import field_types, fit, plain
+from forebay.prepare.settings import Code, field_types, fit, plain
 from forebay.toml import read_toml
 from forebay.units import parse_size
 
@@ -182,9 +182,8 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
                     stages.append(_stage(name, {} if table is True else table, path, allow_code, before))
         else:
             raise _unknown_key((name,), [*names, "score", *STAGES])
-    _check_code(settings.get("tokenize"), "tokenizer", ("tokenize",), allow_code)
     settings["dedup"], own = _own_methods(settings.get("dedup", {}), base.dedup, allow_code)
-    recipe: Recipe = _build(Recipe, settings, (), base)
+    recipe: Recipe = _build(Recipe, settings, (), base, allow_code)
     if own:
         recipe = dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=own))
     return dataclasses.replace(recipe, stages=tuple(stages))
@@ -206,18 +205,16 @@ def _scored(tables: Any, stages: Sequence[Stage], allow_code: bool) -> list[Stag
         if table is False:
             continue
         use = str(table.get("use") or (before[0].use if before else ""))
-        if use not in SCORERS and use not in plugins("forebay.scorers"):
-            if ":" not in use:
-                raise _SettingError((*path, "use"), f"expected one of {', '.join(SCORERS)} or module:Name, got {use!r}")
-            _check_code({"use": use}, "use", path, allow_code)
-        cls = _load_class("forebay.scorers", SCORERS.get(use, use), "a scorer", path)
+        if use not in SCORERS and use not in plugins("forebay.scorers") and ":" not in use:
+            raise _SettingError((*path, "use"), f"expected one of {', '.join(SCORERS)} or module:Name, got {use!r}")
+        cls = _load_class("forebay.scorers", use, SCORERS, "a scorer", path, allow_code)
         if not hasattr(cls, "score"):
             raise _SettingError((*path, "use"), f"expected the class of a scorer, with a method score, got {use!r}")
         own = field_types(cls)
         selects = {key: value for key, value in table.items() if key in field_types(Select) and key not in own}
         settings = {key: value for key, value in table.items() if key != "use" and key not in selects}
         base = before[0].scorer if before and type(before[0].scorer) is cls else None
-        scorer = _build(cls, settings, path, base)
+        scorer = _build(cls, settings, path, base, allow_code)
         try:
             out.insert(index, Score(column, use, scorer))
         except UsageError as error:
@@ -237,26 +234,14 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
     for name in names:
         settings = {} if table[name] is True else table[name]
         path: Keys = ("dedup", name)
-        _check_code(settings, "use", path, allow_code)
-        cls = _load_class("forebay.dedup", settings.get("use", name), "a deduplication method", path)
-        own.append(_build(cls, {key: value for key, value in settings.items() if key != "use"}, path))
+        cls = _load_class("forebay.dedup", settings.get("use", name), {}, "a deduplication method", path, allow_code)
+        own.append(_build(cls, {key: value for key, value in settings.items() if key != "use"}, path, None, allow_code))
     return {key: value for key, value in table.items() if key not in names}, (*base.own, *own) if own else ()
 
 
-def _check_code(table: Any, key: str, path: Keys, allowed: bool) -> None:
-    value = table.get(key) if isinstance(table, Mapping) else None
-    is_code = value and (key == "use" or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
-    if is_code and not allowed:
-        raise _SettingError(
-            (*path, key),
-            f"names code, {value!r}, which a recipe may run only with --allow-code (allow_code=True in Python). "
-            "Read it first if the recipe is not yours",
-        )
-
-
-def _load_class(group: str, target: Any, what: str, path: Keys) -> Any:
+def _load_class(group: str, target: Any, built_in: Mapping[str, str], what: str, path: Keys, allow_code: bool) -> Any:
     try:
-        cls = load_plugin(group, str(target))
+        cls = load_plugin(group, str(target), built_in, allow_code=allow_code)
     except UsageError as error:
         raise _SettingError((*path, "use"), str(error)) from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
@@ -265,12 +250,11 @@ def _load_class(group: str, target: Any, what: str, path: Keys) -> Any:
 
 
 def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence[Stage]) -> Stage:
-    for key in ("use", "extractor"):
-        _check_code(table, key, path, allow_code)
     if not isinstance(table, Mapping):
         raise _SettingError(path, f"expected a table of settings, true or false, got {table!r}")
     try:
-        cls = _load_class("forebay.filters", STAGES.get(name) or table.get("use", name), "a stage", path)
+        target = name if name in STAGES else table.get("use", name)
+        cls = _load_class("forebay.filters", target, STAGES, "a stage", path, allow_code)
     except _SettingError as error:
         cause = error.__cause__ and error.__cause__.__cause__
         if name in STAGES and isinstance(cause, ImportError):
@@ -278,9 +262,9 @@ def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence
                 f"{name}: {cause.name or cause} is not installed. Install it: {install_command('prepare')}."
             ) from error
         raise
-    settings = {key: value for key, value in table.items() if key != "use"}
+    settings = {key: value for key, value in table.items() if key != "use" or name in STAGES}
     base = before[0] if len(before) == 1 and type(before[0]) is cls else None
-    stage: Stage = _build(cls, settings, path, base)
+    stage: Stage = _build(cls, settings, path, base, allow_code)
     return stage
 
 
@@ -299,7 +283,7 @@ def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:
     return _SettingError(path, f"unknown key; {hint}")
 
 
-def _build(cls: Any, table: Any, path: Keys, base: Any = None) -> Any:
+def _build(cls: Any, table: Any, path: Keys, base: Any = None, allow_code: bool = False) -> Any:
     if not isinstance(table, Mapping):
         raise _SettingError(path, f"expected a table of settings, got {table!r}")
     types_of = field_types(cls)
@@ -309,12 +293,15 @@ def _build(cls: Any, table: Any, path: Keys, base: Any = None) -> Any:
             raise _unknown_key((*path, key), list(types_of))
         kind = next((kind for kind in _choices(types_of[key]) if dataclasses.is_dataclass(kind)), None)
         if kind is not None:
-            nested[key] = _build(kind, value, (*path, key), getattr(base, key, None))
+            nested[key] = _build(kind, value, (*path, key), getattr(base, key, None), allow_code)
         elif isinstance(value, Mapping) and typing.get_origin(types_of[key]) is tuple:
             values[key] = _pairs(value)
         else:
             values[key] = _number(types_of[key], value, (*path, key)) if isinstance(value, str) else value
     try:
+        for key, value in values.items():
+            if types_of[key] == Code:
+                check_code(str(value), allow_code, f"{key}: ")
         fitted = {key: fit(types_of[key], value, key) for key, value in values.items()}
         return cls(**fitted, **nested) if base is None else dataclasses.replace(base, **fitted, **nested)
     except ForebayError as error:
@@ -346,9 +333,9 @@ def describe(name: str) -> str:
     tables = field_types(Recipe)
     scorer = name.removeprefix("score.")
     if name in STAGES or name in plugins("forebay.filters"):
-        cls = load_plugin("forebay.filters", STAGES.get(name, name))
+        cls = load_plugin("forebay.filters", name, STAGES)
     elif scorer != name and (scorer in SCORERS or scorer in plugins("forebay.scorers")):
-        cls = load_plugin("forebay.scorers", SCORERS.get(scorer, scorer))
+        cls = load_plugin("forebay.scorers", scorer, SCORERS)
     else:
         choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
         if not choices:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.dataset.manifest import printable_name
-from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.errors import CorruptInputError, ForebayError, PrepareError, UsageError
 from forebay.files import remove_stale
-from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit
+from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, OutputBudget
 from forebay.formats.parquet import recorded_columns
 from forebay.machine import num_cores
 from forebay.prepare.compiled import has_compiled
@@ -358,6 +358,7 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
             run.work.remove_all()
         return existing
     key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])
+    run.work.directory("")  # This user's alone: what lies there is believed.
     reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
     try:
         return _run_tasks(run, job, lineage, key)
@@ -445,7 +446,19 @@ def _process_splits(
     # One of each kind starts first: then the remaining time is known.
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     weights = [size + (index in firsts.values()) * sum(sizes) for index, size in enumerate(sizes)]
-    return run.map(process_split, tasks, run.count_documents("text", sizes, kinds), weights)
+    count, inputs = run.count_documents("text", sizes, kinds), {f.path: f for split in splits for f in split.files}
+    # The sum of all splits: whether the run fails does not depend on their order.
+    budget = OutputBudget(InputSplit(tuple(inputs.values())), recipe.read)
+
+    def add(index: int, result: TextResult) -> None:
+        count(index, result)
+        try:
+            if splits[index].files[0].bytes and tasks[index].source is None:  # not of a connector
+                budget.spend(result.bytes_in)
+        except CorruptInputError as error:
+            raise PrepareError(f"{tasks[index].label} and the inputs before it: {error}") from error
+
+    return run.map(process_split, tasks, add, weights)
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus, unread: Collection[str]) -> None:

@@ -56,7 +56,7 @@ def parent_tokenizer(parent: Dataset, recipe: Recipe) -> TokenizerFile:
     policy, description = recipe.tokenize, parent.manifest.tokenizer
     if TOKENIZER_FILE not in parent.manifest.listed_files:
         _refuse(parent, f"a dataset with its {TOKENIZER_FILE}", "none. Prepare it again")
-    spec = description if description == "bytes" else str(parent.path / TOKENIZER_FILE)
+    spec = description if description == "bytes" else str(parent.file(TOKENIZER_FILE))
     return replace(load_tokenizer(spec, eos=policy.eos, bos=policy.bos), description=description)
 
 
@@ -105,7 +105,7 @@ def _check_dedup(parent: Dataset, dedup: Dedup) -> None:
 
 def _is_lossless(parent: Dataset) -> bool:
     try:
-        tokenizer = parse((parent.path / TOKENIZER_FILE).read_bytes(), TOKENIZER_FILE)
+        tokenizer = parse(parent.file(TOKENIZER_FILE).read_bytes(), TOKENIZER_FILE)
     except (ForebayError, OSError):
         return False
     ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
@@ -134,7 +134,7 @@ class ParentDocuments:
     def read(self, part: str) -> Iterator[Mapping[str, str]]:
         first, last = map(int, part.split("-"))
         dataset = _opened(self.path)
-        tokenizer = parse((dataset.path / TOKENIZER_FILE).read_bytes(), TOKENIZER_FILE)
+        tokenizer = parse(dataset.file(TOKENIZER_FILE).read_bytes(), TOKENIZER_FILE)
         documents, urls = self._tokens(dataset, first, last), self._urls(dataset, first)
         while batch := list(islice(documents, _DECODED_AT_ONCE)):
             for text in tokenizer.decode_batch(batch, skip_special_tokens=True):
@@ -160,7 +160,7 @@ class ParentDocuments:
         if not self.with_urls:
             return
         skipped = int(dataset.table.documents[:first].sum())
-        with pq.ParquetFile(dataset.path / DOCUMENTS_FILE) as file:
+        with pq.ParquetFile(dataset.file(DOCUMENTS_FILE)) as file:
             for batch in file.iter_batches(columns=["url"]):
                 if skipped < len(batch):
                     yield from batch.slice(skipped).column("url").to_pylist()
@@ -175,7 +175,7 @@ def sign_parent(run: PrepareRun) -> list[Signed]:
     from forebay.prepare.dedup.signatures import LoadTask, load_signatures, signature_files
 
     if files := signature_files(parent, dedup):
-        loading = [LoadTask(str(parent.path / name), sha256, dedup, run.work) for name, sha256 in files.items()]
+        loading = [LoadTask(str(parent.file(name)), sha256, dedup, run.work) for name, sha256 in files.items()]
         return run.map(load_signatures, loading, run.count_tasks("parent", len(loading), " files"))
     source = ParentDocuments(str(parent.path), parent.id, dedup.url)
     key = task_key(keys.content_key(read, (), (), 1.0), source.name, (), dedup)

@@ -9,7 +9,7 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.settings import Positive, Settings, Share, plain
+from forebay.prepare.settings import Code, Positive, Settings, Share, plain
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations, Template
 from forebay.prepare.tokenize.fim import FillInTheMiddle
@@ -50,7 +50,7 @@ class Tokenize(Settings):
             name of the token that does. `auto`: if the vocabulary has one.
     """
 
-    tokenizer: str = ""
+    tokenizer: Code = ""
     eos: bool | str = "auto"
     bos: bool | str = False
 

@@ -75,7 +75,7 @@ def _with_tokenizer(recipe: Recipe, name: str) -> Recipe:
 
 def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = None) -> tokenizers.TokenizerFile:
     policy = recipe.tokenize
-    return tokenizers.load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
+    return tokenizers.load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos, allow_code=True)
 
 
 def train(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerFile:

@@ -17,6 +17,8 @@ Number = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+Code = Annotated[str, "module:Name"]
+"""The name of an object, which may be code: a recipe names it only with leave."""
 Texts = tuple[Annotated[str, Field(min_length=1)], ...]
 
 _EXPECTED = {

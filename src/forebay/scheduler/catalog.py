@@ -22,6 +22,7 @@ from forebay.lease.messages import Lease, LeaseGrant, ProviderReport
 from forebay.ledger.chain import read_entries
 from forebay.ledger.index import Job, encode_runs
 from forebay.load.samples import SampleIndex, plan_samples
+from forebay.machine import own_directory
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.peer import Provider
@@ -51,7 +52,7 @@ class ManifestStore:
 
     def put(self, expected_id: str, manifest: bytes, table: bytes) -> None:
         """Store verified files; the manifest last, so that it is not there without its table."""
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own_directory(self.directory)
         remove_stale(self.directory)
         for name, data in ((TABLE_FILE, table), (MANIFEST_FILE, manifest)):
             atomic_write(self.path(expected_id, name), data, 0o600)

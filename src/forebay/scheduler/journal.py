@@ -27,6 +27,7 @@ from forebay.errors import LeaseError, LedgerError, StateError
 from forebay.ledger.chain import Checkpoint, Entry, Used
 from forebay.ledger.index import encode_runs
 from forebay.ledger.writer import Ledger, Signer
+from forebay.machine import own_directory
 from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
@@ -237,8 +238,8 @@ class Journal(Closing):
 
 def lock_state(state_dir: Path) -> Lock:
     """Lock a state directory for this process, until its end at most. StateError if another scheduler has it."""
-    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
+        own_directory(state_dir)
         lock = try_acquire(state_dir / LOCK_NAME)
     except OSError as error:
         raise StateError(f"state {state_dir}: cannot lock it: {error}. Is it a local disk?") from error

@@ -7,6 +7,7 @@ again), `PermanentError` (this origin will not send the object), `UsageError` (w
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Protocol, TypeVar, cast
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
+from forebay.files import open_below
 from forebay.storage.retry import backoff_s, log_while_waiting
 
 log = logging.getLogger("forebay.storage")
@@ -297,7 +299,8 @@ class PathOrigin(ObjectOrigin):
 
     def head(self, name: str) -> ObjectMeta:
         try:
-            status = (self.folder / name).stat()
+            with open_below(self.folder, name) as file:
+                status = os.fstat(file.fileno())
         except OSError as error:
             raise _path_error(error) from error
         return ObjectMeta(status.st_size, f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}")
@@ -311,9 +314,9 @@ class PathOrigin(ObjectOrigin):
             check_etag(str(self.folder / name), etag, self.head(name).etag)
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 1))))
         try:
-            with (self.folder / name).open("rb", buffering=0) as file:
+            with open_below(self.folder, name) as file:
                 file.seek(start)
-                while start < stop and (count := file.readinto(buffer[: stop - start])):
+                while start < stop and (count := cast("io.BufferedReader", file).readinto(buffer[: stop - start])):
                     start += count
                     yield buffer[:count]
         except OSError as error:

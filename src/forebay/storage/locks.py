@@ -71,7 +71,7 @@ def at_fork(owner: Any) -> None:
 
 def _lock_file(path: Path, operation: int, flags: int) -> Lock | None:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
         try:
             fcntl.flock(descriptor, operation)
         except BlockingIOError:

@@ -79,9 +79,7 @@ def open_origin(url: str | Path, *, timeouts: Timeouts | None = None, **settings
 
             return BucketOrigin(text, timeouts=timeouts)
         case scheme if scheme in ORIGINS or scheme in plugins("forebay.origins"):
-            opened: Origin = load_plugin("forebay.origins", ORIGINS.get(scheme, scheme))(
-                text, timeouts=timeouts, **settings
-            )
+            opened: Origin = load_plugin("forebay.origins", scheme, ORIGINS)(text, timeouts=timeouts, **settings)
             return opened
     raise UsageError(f"open an origin: expected {_SCHEMES}, got {text!r}. Check the URL.")
 

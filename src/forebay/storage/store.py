@@ -12,7 +12,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from forebay.files import (
     temporary_directory,
     temporary_path,
 )
+from forebay.machine import own_directory
 from forebay.maps import map_file
 from forebay.storage.addresses import BucketAddress, bucket_address, is_bucket, is_url, join_url
 from forebay.storage.base import read_whole
@@ -172,9 +172,7 @@ class FolderStore:
 
     def directory(self, name: str) -> Path:
         """A directory of this machine for files that no other needs; it stays until the run ends."""
-        path = self.folder / name
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        return own_directory(self.folder / name)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -370,10 +368,7 @@ class BucketStore:
             yield folder / "object"
 
     def directory(self, name: str) -> Path:
-        root = Path(tempfile.gettempdir(), f"forebay-{os.getuid()}")
-        root.mkdir(mode=0o700, exist_ok=True)
-        if (status := root.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            raise UsageError(f"{root}: expected a directory of this user, got another's. Set TMPDIR to one of yours.")
+        root = own_directory(Path(tempfile.gettempdir(), f"forebay-{os.getuid()}"), "Set TMPDIR to one of yours.")
         path = root / hashlib.sha256(self.url.encode()).hexdigest()[:16] / name
         path.mkdir(parents=True, exist_ok=True)
         return path

@@ -111,7 +111,9 @@ class TextStream(RunningSource[NumpyTokens]):
                 "end, or StreamOptions(lanes=1), with which every rank reads everything."
             )
         self.tokenizer = (
-            load_tokenizer(tokenizer, eos=options.eos, bos=options.bos) if isinstance(tokenizer, str) else tokenizer
+            load_tokenizer(tokenizer, eos=options.eos, bos=options.bos, allow_code=True)
+            if isinstance(tokenizer, str)
+            else tokenizer
         )
         self.seq_len, self.seed, self.shuffle = seq_len, int(seed), bool(shuffle)
         self._dtype = token_dtype(options.dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -27,10 +27,12 @@ from prometheus_client.core import Metric
 
 from forebay.arrays import BOOL
 from forebay.closing import Closing
-from forebay.dataset.chunks import HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset
+from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, NetworkError, ProtocolError
+from forebay.files import open_below
 from forebay.network.app import (
     BINARY,
     ApiError,
@@ -49,6 +51,7 @@ from forebay.network.limits import ServerLimits
 from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.pki.identity import Identity
+from forebay.network.publications import SIGNATURE_NAME
 from forebay.network.reachability import advertised_host
 from forebay.network.server import Server
 from forebay.storage.base import PermanentError, origin_of, read_small
@@ -69,12 +72,17 @@ RANGED: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class SliceFile:
-    """The file of a slice of one dataset; `num_bytes` is from the dataset's table."""
+    """The file of slice `index` of one dataset; `num_bytes` is from the dataset's table."""
 
     path: Path
     num_bytes: int
     dataset: str
     dataset_id: str = ""
+    index: int = 0
+
+
+ServedFile: TypeAlias = bytes | Path | int
+"""A small file: its bytes, its path, which is no link, or its descriptor."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ class SharedDataset:
     name: str
     dataset_id: str
     num_slices: int
-    files: Mapping[str, bytes | Path]  # small files by name: manifest and table at least
+    files: Mapping[str, ServedFile]  # small files by name: manifest and table at least
     own_flags: Callable[[], BOOL] | None = None  # [num_slices] slices it has; None: all, or those at `url`
     url: str = ""
     family: str = ""  # the first of the datasets that it extends
@@ -97,11 +105,12 @@ class SharedDataset:
         return 0 if self.url else None
 
 
-class SmallFiles(dict[str, bytes | Path]):
-    """The manifest and table of a dataset in memory, and verified copies of the other files that it lists on disk.
+class SmallFiles(dict[str, ServedFile]):
+    """The manifest and table of a dataset in memory, and the other files that it lists, verified.
 
-    The copies have no names, and are read by ranges. A file that no source has as it is listed, or that exceeds 1 GiB
-    together with the others, is left out.
+    Those of a remote dataset are copies without names, which are read by ranges. A file that no source has as it is
+    listed, or a copy that exceeds 1 GiB together with the others, is left out. Readers verify the hashes of chunks and
+    the signature of a local dataset.
 
     Raises:
         DatasetError: If the manifest is of another dataset.
@@ -117,16 +126,23 @@ class SmallFiles(dict[str, bytes | Path]):
         num_bytes = 0
         for name, sha256 in sorted(dataset.manifest.listed_files.items()):
             try:
+                if dataset.is_local:
+                    with open_below(dataset.path, name) as file:
+                        if (got := hash_file(file)) != sha256:
+                            raise DatasetError(f"expected sha256 {sha256}, got {got}. Fetch or prepare it again.")
+                    self[name] = dataset.path / name
+                    continue
                 size = origin.size(name)
                 if (num_bytes := num_bytes + size) > _MAX_SMALL_BYTES:
                     raise DatasetError(f"expected at most {_MAX_SMALL_BYTES} bytes, got {num_bytes}")
                 with tempfile.TemporaryFile() as copy:
                     fetch_object(origin, name, size, sha256, copy, size + 1)
-                    descriptor = os.dup(copy.fileno())
+                    self[name] = descriptor = os.dup(copy.fileno())
                 weakref.finalize(self, os.close, descriptor)
-                self[name] = Path(f"/dev/fd/{descriptor}")
             except (DatasetError, PermanentError, OSError) as error:
                 log.warning("%s/%s is not served here: %s", origin.url, name, error)
+        if dataset.is_local:
+            self |= {name: dataset.path / name for name in (CHUNKS_FILE, SIGNATURE_NAME)}
 
 
 class SliceServer(ABC):
@@ -201,6 +217,10 @@ class SliceServer(ABC):
     @abstractmethod
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         """Return the files of a slice, one of each dataset that has it."""
+
+    async def verify_slice(self, files: Sequence[SliceFile]) -> Path:
+        """Return one of these files that is verified. ApiError if there is none."""
+        return files[0].path
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         """Raise ApiError if a peer may not get so many bytes of a dataset; else count them."""
@@ -334,6 +354,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
         response = file_response(request, files[0].path, files[0].num_bytes)
         server.check_slice(peer_of(request), files, response.stop - response.start)
+        response.source = await server.verify_slice(files)
         return response
 
     @app.get(
@@ -346,7 +367,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         if not files or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
             raise unknown
         server.check_slice(peer_of(request), files, num_chunks(files[0].num_bytes, chunk_bytes) * HASH_BYTES)
-        root, leaves = await run_in_threadpool(_hash_once, files[0].path, chunk_bytes)
+        root, leaves = await run_in_threadpool(_hash_once, await server.verify_slice(files), chunk_bytes)
         if root != sha256:
             raise unknown
         return Response(leaves, media_type=BINARY)
@@ -357,9 +378,9 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
     )  # fmt: skip
     async def read_file(request: Request, dataset_id: str, name: str) -> Response:
         file = server.find_dataset(peer_of(request), dataset_id).files.get(name)
-        if file is None or (isinstance(file, Path) and not file.is_file()):
+        if file is None or (isinstance(file, Path) and (file.is_symlink() or not file.is_file())):
             raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here")
-        return file_response(request, file, len(file) if isinstance(file, bytes) else file.stat().st_size)
+        return file_response(request, file, len(file) if isinstance(file, bytes) else os.stat(file).st_size)  # noqa: PTH116
 
     @app.post(
         "/v1/swarm/{dataset_id}", response_model=SwarmReply,

@@ -21,6 +21,7 @@ from forebay.lease.scheduler_client import SchedulerClient
 from forebay.lease.session import return_leases
 from forebay.load.environment import STATS_DIRECTORY, read_stats
 from forebay.load.options import VARIABLE
+from forebay.machine import own_directory
 from forebay.processes import end_with_parent
 from forebay.worker.trainer import share_processors
 
@@ -54,8 +55,7 @@ def run_command(
     statistics of its loaders (`read_stats`). UsageError if there is no such program.
     """
     share_processors()  # with other workers of this machine
-    cache = Path(arguments["cache_dir"])
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = own_directory(Path(arguments["cache_dir"]))
     with tempfile.TemporaryDirectory(prefix="stats-", dir=cache) as stats:
         environment = os.environ | {VARIABLE: json.dumps(arguments), STATS_DIRECTORY: stats}
         try:

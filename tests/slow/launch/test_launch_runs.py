@@ -57,7 +57,7 @@ def test_a_manifest_gives_each_pod_its_rank() -> None:
     for index in range(2):
         environment = {**os.environ, **value, "JOB_COMPLETION_INDEX": str(index)}
         ran = subprocess.run(expanded(container["command"]), env=environment, capture_output=True, text=True)
-        assert json.loads(ran.stdout) == [str(index), "2", "0", "true-0.true", "/cache", *HOSTILE], ran.stderr
+        assert json.loads(ran.stdout) == [str(index), "2", "0", "true-0.true", "/cache/forebay", *HOSTILE], ran.stderr
 
 
 def test_several_ranks_a_pod_are_torchruns(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay.dataset import verified
 from forebay.dataset.reader import open_dataset
+from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
 from support.token_slices import write_tokens
 
@@ -25,13 +25,13 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed."""
     names = []
 
-    read = verified._read
+    verify = VerifiedChunks._verify
 
-    def counting(path, start, stop):
-        names.append(path.name)
-        return read(path, start, stop)
+    def counting(self, index, file, row, *arguments):
+        names.append(row.name)
+        return verify(self, index, file, row, *arguments)
 
-    monkeypatch.setattr(verified, "_read", counting)
+    monkeypatch.setattr(VerifiedChunks, "_verify", counting)
     return names
 
 

@@ -198,8 +198,8 @@ def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_id
     liar, discovery, reader = tmp_path / "liar", LocalDiscovery(), make_identity("reader")
     shutil.copytree(dataset.path, liar)
     changes = {"lineage": {"inputs": "others"}, "chunk_bytes": 1 << 13, "table_sha256": "ab" * 32}
-    with DataNode(make_identity("liar"), [as_dataset(liar, dataset)], HOST, 0, discovery):
+    with DataNode(make_identity("liar"), [as_dataset(liar, dataset)], HOST, 0, discovery) as node:
         for name, other in changes.items():
-            (liar / MANIFEST_FILE).write_bytes(replace(dataset.manifest, **{name: other}).to_json())
+            node._shared[dataset.id].files[MANIFEST_FILE] = replace(dataset.manifest, **{name: other}).to_json()
             with pytest.raises(ProtocolError, match=f"manifest.json is not that of the dataset {dataset.id}"):
                 open_remote(URL, identity=reader, discovery=discovery)

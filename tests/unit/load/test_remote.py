@@ -114,7 +114,7 @@ def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None
             Loader(server.url, **ONE_BY_ONE)
         # A table that is right in itself, and wrong about two slices.
         tokens = table.count.copy()
-        tokens[:2] += [-SEQ_LEN, SEQ_LEN]
+        tokens[:2] += [-1, 1]
         wrong = SliceTable(table.names, table.bytes, table.sha256, tokens, table.documents).to_parquet()
         (own / TABLE_FILE).write_bytes(wrong)
         (own / MANIFEST_FILE).write_bytes(replace(manifest, table_sha256=hashlib.sha256(wrong).hexdigest()).to_json())

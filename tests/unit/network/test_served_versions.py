@@ -65,7 +65,7 @@ def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(
     "rules, refused",
     [([], ""), ([("tiny", "deny")], ""), ([("other", "deny")], ""), ([("tiny", "deny"), ("other", "deny")], "list"),
      ([("tiny", "lost")], ""), ([("tiny", "lost"), ("other", "deny")], "list"), ([("other", "lost")], ""),
-     ([("tiny", "lost"), ("other", "lost")], "slice_lost")],
+     ([("tiny", "lost"), ("other", "lost")], "unknown_slice")],
 )  # fmt: skip
 def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(
     tmp_path: Path, rules: list[tuple[str, str]], refused: str

@@ -13,5 +13,5 @@ def test_what_others_may_write_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     inner = compiled._directory.__wrapped__
     result = Path(inner())
     assert result.parent == tmp_path / "forebay"
-    result.chmod(0o777)
+    result.chmod(0o1777)
     assert Path(inner()).parent != tmp_path / "forebay"

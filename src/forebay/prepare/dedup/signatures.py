@@ -104,7 +104,7 @@ def signature_files(dataset: Dataset, config: Dedup) -> dict[str, str]:
     files = {name: sha256 for name, sha256 in sorted(dataset.manifest.listed_files.items()) if _IS_FILE.fullmatch(name)}
     if not files or not config.has_signatures:
         return {}
-    path = dataset.path / next(iter(files))
+    path = dataset.file(next(iter(files)))
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return files if arrays["settings"].tobytes() == _settings(config) else {}

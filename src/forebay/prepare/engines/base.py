@@ -86,7 +86,7 @@ def open_engine(engine: str | Engine, workers: int | None, store: Store, on_mess
     if not isinstance(engine, str):
         return engine
     try:
-        make = load_plugin("forebay.engines", ENGINES.get(engine, engine))
+        make = load_plugin("forebay.engines", engine, ENGINES, allow_code=True)
     except UsageError as error:
         raise UsageError(f"engine: expected local, ray or a plug-in, got {engine!r}: {error}") from error
     opened: Engine = make(workers=workers, store=store, on_message=on_message)

@@ -91,7 +91,7 @@ BUILT_IN: dict[str, Any] = {FOREBAY: ForebayExtractor, "trafilatura": Trafilatur
 @lru_cache(8)
 def open_extractor(name: str, options: tuple[tuple[str, Any], ...]) -> Extractor:
     """The extractor of that name: a built-in one, an entry point of `forebay.extractors`, or `module:Class`."""
-    cls = BUILT_IN.get(name) or load_plugin("forebay.extractors", name)
+    cls = BUILT_IN.get(name) or load_plugin("forebay.extractors", name, allow_code=True)
     try:
         extractor: Extractor = cls(**dict(options))
     except TypeError as error:

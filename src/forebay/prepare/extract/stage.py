@@ -8,6 +8,7 @@ from forebay.errors import UsageError
 from forebay.formats.html import HtmlError
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
 from forebay.prepare.extract.extractors import FOREBAY, open_extractor
+from forebay.prepare.settings import Code
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Extract(Stage):
         options: Settings of the extractor, such as `{include_comments = false}` for trafilatura.
     """
 
-    extractor: str = FOREBAY
+    extractor: Code = FOREBAY
     markdown: bool = False
     options: tuple[tuple[str, bool | int | float | str], ...] = ()
 

@@ -91,7 +91,7 @@ class DatasetOutput(Output):
         table, lengths = _slice(run, parts, tokenizer)
         before = run.parent.num_slices if run.parent is not None else 0
         if run.document_ids:
-            earlier = run.parent.path / DOCUMENTS_FILE if run.parent is not None else None
+            earlier = run.parent.file(DOCUMENTS_FILE) if run.parent is not None else None
             files[DOCUMENTS_FILE] = write_documents(run.store, corpus, parts, earlier)
         documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
         counts = counts_of(corpus, documents, tokens, len(table) - before)

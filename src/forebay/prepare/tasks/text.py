@@ -127,6 +127,7 @@ class TextResult:
     failed: dict[str, tuple[str, int, int]] = field(default_factory=dict)
     hits: int = 0
     signed: Signed | None = None
+    bytes_in: int = 0  # Of the text that was read.
     counts: TaskCounts | None = None  # Of the call that ran it, for the record of its progress; not kept.
 
     @property
@@ -212,7 +213,7 @@ def _process(task: TextTask, split: InputSplit, scale: int) -> TextResult:
         check_unchanged(source)  # since it was read
     result = TextResult(
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
-        reader.failed, len(stats.hits), out.signed,
+        reader.failed, len(stats.hits), out.signed, stats.stage("read").bytes_in,
     )  # fmt: skip
     for ending, lines in (("rejects", reader.rejects), ("hits", stats.hits)):
         if lines:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from forebay.arrays import Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
-from forebay.plugins import load_plugin, plugins
+from forebay.plugins import check_code, load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
@@ -98,7 +98,9 @@ def vocab_to_train(spec: str) -> int | None:
     return int(text)
 
 
-def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool | str = False) -> TokenizerFile:
+def load_tokenizer(
+    spec: str | Tokenizer, *, eos: bool | str = True, bos: bool | str = False, allow_code: bool = False
+) -> TokenizerFile:
     """The tokenizer that `spec` names, or is.
 
     Args:
@@ -107,11 +109,10 @@ def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool |
         eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
             vocabulary's own if it has one.
         bos: Whether one begins it, likewise.
+        allow_code: As of `load_plugin`.
     """
-    if isinstance(spec, str) and (
-        spec in plugins("forebay.tokenizers") or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", spec)
-    ):
-        loaded = load_plugin("forebay.tokenizers", spec)
+    if isinstance(spec, str) and (spec in plugins("forebay.tokenizers") or check_code(spec, allow_code)):
+        loaded = load_plugin("forebay.tokenizers", spec, allow_code=allow_code)
         spec = loaded() if callable(loaded) else loaded
     if not isinstance(spec, str):
         eos_id, bos_id = (spec.eos_id if eos else None), (spec.bos_id if bos else None)

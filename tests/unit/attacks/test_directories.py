@@ -1,0 +1,110 @@
+"""Caches and state directories that another user could fill are refused, before a byte of them is read or written."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from forebay import machine
+from forebay.convert import stage_beside
+from forebay.dataset.manifest import SliceTable
+from forebay.dataset.verified import VerifiedChunks
+from forebay.errors import UsageError
+from forebay.fetch.cache import ChunkCache
+from forebay.prepare import compiled
+from forebay.scheduler.journal import lock_state
+from forebay.storage.store import BucketStore, FolderStore
+
+STRANGER = 12345
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives a directory to another user")
+
+
+def verified(path: Path) -> None:
+    VerifiedChunks(Path("/data"), "0" * 64, SliceTable.from_rows([]))
+
+
+USES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "cache": ("cache", lambda path: ChunkCache(path / "cache", 1 << 20)),
+    "its map": ("cache/chunks", lambda path: ChunkCache(path / "cache", 1 << 20)),
+    "FOREBAY_CACHE": ("user", verified),
+    "what is verified": ("user/verified", lambda path: open_verified()),
+    "home": (f"home-{os.getuid()}", lambda path: machine.home_directory()),
+    "scheduler": ("state", lambda path: lock_state(path / "state")),
+    "prepare, mirror": ("out/.work", lambda path: FolderStore(str(path / "out")).directory(".work")),
+    "scratch of a bucket": (f"forebay-{os.getuid()}", lambda path: BucketStore("s3://b/x").directory("")),
+    "conversion": (".out.converting", lambda path: stage_beside(path / "out").__enter__()),
+}  # fmt: skip
+
+
+def open_verified() -> None:
+    VerifiedChunks(Path("/data"), "0" * 64, SliceTable.from_rows([]))._open()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(machine.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "user"))
+    return tmp_path
+
+
+@as_root
+@pytest.mark.parametrize("how", USES)
+@pytest.mark.parametrize("what", ["directory", "link", "file in it"])
+def test_a_directory_of_another_user(place: Path, monkeypatch: pytest.MonkeyPatch, how: str, what: str) -> None:
+    name, use = USES[how]
+    monkeypatch.setattr(machine.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
+    path = place / name
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if what == "link":
+        (place / "target").mkdir()
+        path.symlink_to(place / "target")
+    else:
+        path.mkdir()
+    if what == "file in it":
+        path.chmod(0o777)
+        (path / "f").touch()
+    os.chown(path / "f" if what == "file in it" else path, STRANGER, STRANGER, follow_symlinks=False)
+    with pytest.raises(UsageError, match=f"only this user can change, got files of user {STRANGER}"):
+        use(place)
+    assert not (place / "target").exists() or not any((place / "target").iterdir())
+
+
+@as_root
+def test_compiled_code_of_another_user_is_not_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = place / "numba"
+    parent.mkdir(mode=0o755)
+    os.chown(parent, STRANGER, STRANGER)  # Whoever owns it can replace what is in it.
+    monkeypatch.setattr(compiled, "_parents", lambda: iter([parent, place / "own"]))
+    assert compiled._directory.__wrapped__().startswith(str(place / "own"))
+
+
+def test_an_own_directory_is_private_or_is_made_so(place: Path) -> None:
+    assert (machine.own_directory(place / "new" / "d").stat().st_mode & 0o777) == 0o700
+    old = place / "old"
+    old.mkdir()
+    old.chmod(0o775)  # As `mkdir` makes it with umask 002.
+    (old / "f").touch()
+    assert machine.own_directory(old).stat().st_mode & 0o777 == 0o755
+    old.chmod(0o1777)
+    with pytest.raises(UsageError, match="to which others may write"):
+        machine.own_directory(old)
+    assert old.stat().st_mode & 0o7777 == 0o1777
+
+
+@pytest.mark.parametrize("name", ["state", "locks/room"])
+def test_a_link_in_a_cache_is_not_followed(place: Path, name: str) -> None:
+    cache, victim = place / "cache", place / "victim"
+    victim.write_text("mine\n")
+    (cache / name).parent.mkdir(parents=True, exist_ok=True)
+    (cache / name).symlink_to(victim)
+    with pytest.raises(UsageError, match="symbolic link"):
+        ChunkCache(cache, 1 << 20)
+    assert victim.read_text() == "mine\n"
+
+
+def test_a_file_system_that_maps_users_is_no_stranger(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "d").mkdir(mode=0o700)
+    own = os.getuid()
+    monkeypatch.setattr(machine.os, "getuid", lambda: own + 1)  # Every file there is of another user than this one.
+    assert machine.own_directory(place / "d") == place / "d"
