@@ -9,11 +9,10 @@ dataset on a web server or in a bucket is announced and tracked too; its slices 
 Cost: 350 bytes per slice for the table of hashes (90 MB for 250,000 slices).
 """
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +76,7 @@ class DataNode(SliceServer):
         self._access = access or AccessPolicy()
         self._slices: dict[str, tuple[SliceFile, ...]] = {}
         self._local: dict[str, tuple[Dataset, VerifiedChunks]] = {}  # by dataset id
-        self._lock, self._hashing = threading.Lock(), asyncio.Lock()
+        self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
         self._started_at = time.time()
 
@@ -92,7 +91,8 @@ class DataNode(SliceServer):
                 self._local[dataset.id] = dataset, VerifiedChunks(dataset.path, dataset.id, dataset.table)
                 for index in range(dataset.num_slices):
                     row = dataset.table.row(index)
-                    file = SliceFile(dataset.slice_path(index), row.bytes, dataset.name, dataset.id, index)
+                    path, id = dataset.slice_path(index), dataset.id
+                    file = SliceFile(path, row.bytes, dataset.name, row.chunk_bytes, id, index)
                     self._slices[row.sha256] = (*self._slices.get(row.sha256, ()), file)
             earlier = ancestors(dataset.manifest.lineage)
             family = next(iter(earlier), "")
@@ -163,19 +163,34 @@ class DataNode(SliceServer):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         return [file for file in self._slices.get(sha256, ()) if file.path.is_file()]
 
-    async def verify_slice(self, files: Sequence[SliceFile]) -> Path:
-        """Return the first file that has the bytes of its dataset; each is hashed once, for as long as it stays."""
+    async def verify_slice(self, files: Sequence[SliceFile], start: int, stop: int) -> Path:
+        """Return the first file that has the bytes of its dataset; a chunk is hashed once, while its file stays."""
         for file in files:
             dataset, verified = self._local[file.dataset_id]
             row = dataset.table.row(file.index)
+            first, last = start // row.chunk_bytes, -(-stop // row.chunk_bytes)
             try:
-                if not await run_in_threadpool(verified.is_verified, file.index, row):
-                    async with self._hashing:  # Others wait here, and not in the few threads.
-                        await run_in_threadpool(verified.verify, file.index, row, partial(_leaves, dataset, row))
+                leaves = partial(_leaves, dataset, row)
+                await run_in_threadpool(verified.verify, file.index, row, leaves, first, last)
                 return file.path
             except (OSError, DatasetError) as error:
                 log.error("slice %s is not served: %s", row.sha256, error)
         raise ApiError(404, "slice_changed", "this node's file of the slice has changed")
+
+    async def read_leaves(self, file: SliceFile) -> bytes:
+        try:
+            return await run_in_threadpool(self._local[file.dataset_id][0].leaves, file.index)
+        except DatasetError:  # the dataset has no chunks.sha256
+            return await super().read_leaves(file)
+
+    def charge(self, peer: Peer, file: SliceFile) -> Callable[[int], bool] | None:
+        if self._access.path is None:
+            return None
+
+        def count(num_bytes: int) -> bool:
+            return self._access.check(peer, file.dataset, file.dataset_id, num_bytes, time.time()) is None
+
+        return count
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         reason = self._access.check(peer, dataset, dataset_id, num_bytes, time.time())

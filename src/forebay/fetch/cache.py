@@ -278,6 +278,12 @@ class ChunkCache(SharedState):
         self.unpin([(entry, everything)])
         return entry.path if entry.is_complete() and not entry.is_deleted else None
 
+    def stored_leaves(self, sha256: str) -> bytes | None:
+        """The hashes of the chunks of a slice, if they are here."""
+        with self._lock:
+            entry = self._entries.get(sha256) or self._open(sha256)
+            return entry.leaves() if entry is not None and entry.has_leaves else None
+
     def list_slices(self) -> set[str]:
         """The ids of the slices that are here completely."""
         complete = set()

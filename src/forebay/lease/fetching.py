@@ -37,12 +37,14 @@ _MAX_URLS = 64
 class CacheIndex:
     """Which slices of a dataset are in a cache. Threads and processes share it, as they do the cache.
 
-    `sizes` has bytes and dataset name of each slice, by hash: what this worker may serve. Memory: 250 bytes a slice.
+    `sizes` has bytes, dataset name and bytes of a chunk of each slice, by hash: what this worker may serve. Memory: 250
+    bytes a slice.
     """
 
     def __init__(self, cache: ChunkCache, dataset: Dataset) -> None:
         hashes = [row.tobytes().hex() for row in dataset.table.sha256]
-        self.sizes = {sha256: (size, dataset.name) for sha256, size in zip(hashes, dataset.table.bytes.tolist())}
+        name, chunk_bytes = dataset.name, dataset.table.chunk_bytes
+        self.sizes = {sha256: (size, name, chunk_bytes) for sha256, size in zip(hashes, dataset.table.bytes.tolist())}
         self._indexes = {sha256: index for index, sha256 in enumerate(hashes)}
         self._cache, self._dataset_id, self._reported = cache, dataset.id, ""
 

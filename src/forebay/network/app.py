@@ -40,6 +40,7 @@ __all__ = ["Metric", "Request", "Response"]
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
+CHARGE_BYTES = 4 << 20  # of a quota at once
 PEM_TYPE = "application/x-pem-file"
 log = logging.getLogger("forebay.network")
 
@@ -73,9 +74,16 @@ class FileRange(Response):
 
     The file is read, not mapped: truncating a mapped file would kill the process by SIGBUS. Bytes in memory are not
     copied, so slow clients share them.
+
+    Attributes:
+        charge: Counts bytes to be sent, a few MiB at a time, or bytes below 0 that were not sent; the connection ends
+            where it returns False. None: nothing counts them.
+        num_charged: Bytes that were counted before.
     """
 
     media_type = BINARY
+    charge: Callable[[int], bool] | None = None
+    num_charged = 0
 
     def __init__(self, source: Path | int | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
         super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
@@ -99,6 +107,19 @@ class FileRange(Response):
         finally:
             if isinstance(source, Path):
                 os.close(descriptor)
+            if self.charge is not None and self.num_charged:
+                self.charge(-self.num_charged)
+
+    def _is_charged(self, length: int, offset: int) -> bool:
+        """Count the bytes from an offset unless they were; return whether so many may be sent."""
+        if self.charge is not None:
+            if self.num_charged < length:
+                num_bytes = min(CHARGE_BYTES, self.stop - offset) - self.num_charged
+                if not self.charge(num_bytes):
+                    return False
+                self.num_charged += num_bytes
+            self.num_charged -= length
+        return True
 
     async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
         source, offset, piece_bytes = self.source, self.start, connection.piece_bytes
@@ -113,6 +134,9 @@ class FileRange(Response):
             if not length:
                 log.error("server: %s ends at byte %d of %d", source, offset, self.stop)
                 connection.abort()  # the length was announced: only a cut tells the client
+                return
+            if not self._is_charged(length, offset):
+                connection.abort()
                 return
             await connection.wait_for_turn(length)
             offset += length

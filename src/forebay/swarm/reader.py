@@ -373,9 +373,9 @@ class SwarmMember(Closing):
             if not isinstance(share, SliceShare):
                 share = open_share(origin, index, share, upload_bytes_per_s)
             self.share = share
-            hashes = [row.tobytes().hex() for row in dataset.table.sha256]
-            sizes = dataset.table.bytes.tolist()
-            self.share.slices.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
+            table = dataset.table
+            for sha256, size in zip(table.sha256, table.bytes.tolist()):
+                self.share.slices[sha256.tobytes().hex()] = size, dataset.name, table.chunk_bytes
             self.share.add(SharedDataset(origin.name, dataset.id, dataset.num_slices, self.files, own_flags))
 
         self.reader = SwarmReader(

@@ -5,6 +5,7 @@ this too, so a swarm goes on, and accepts new members, without its data node. A 
 is sent to the end, as its file is open.
 """
 
+import asyncio
 import logging
 import math
 import os
@@ -27,14 +28,16 @@ from prometheus_client.core import Metric
 
 from forebay.arrays import BOOL
 from forebay.closing import Closing
-from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, hash_slice, num_chunks
+from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, hash_slice, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, NetworkError, ProtocolError
+from forebay.fetch.cache import ChunkCache
 from forebay.files import open_below
 from forebay.network.app import (
     BINARY,
+    CHARGE_BYTES,
     ApiError,
     JsonResponse,
     counter,
@@ -72,11 +75,12 @@ RANGED: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class SliceFile:
-    """The file of slice `index` of one dataset; `num_bytes` is from the dataset's table."""
+    """The file of slice `index` of one dataset; `num_bytes` and `chunk_bytes` are from the dataset's table."""
 
     path: Path
     num_bytes: int
     dataset: str
+    chunk_bytes: int
     dataset_id: str = ""
     index: int = 0
 
@@ -168,6 +172,7 @@ class SliceServer(ABC):
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
         self._stopping, self._changed = threading.Event(), threading.Event()
+        self._hashing = asyncio.Lock()  # others wait here, and not in the few threads
         with _app_lock:
             self._app = _make_app(title, self)
         self._server = Server(self._app, identity, host, port, limits=limits, on_bytes=self._count, discovery=discovery)
@@ -218,21 +223,31 @@ class SliceServer(ABC):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         """Return the files of a slice, one of each dataset that has it."""
 
-    async def verify_slice(self, files: Sequence[SliceFile]) -> Path:
-        """Return one of these files that is verified. ApiError if there is none."""
+    async def verify_slice(self, files: Sequence[SliceFile], start: int, stop: int) -> Path:
+        """Return one of these files that has the right bytes in [start, stop). ApiError if there is none."""
         return files[0].path
+
+    async def read_leaves(self, file: SliceFile) -> bytes:
+        """Return the hashes of the chunks of a slice. They are computed once, of one slice at a time."""
+        async with self._hashing:
+            return (await run_in_threadpool(_hash_once, file.path, file.chunk_bytes))[1]
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         """Raise ApiError if a peer may not get so many bytes of a dataset; else count them."""
         if not peer.scope.covers(dataset):
             raise ApiError(403, "not_covered", f"the certificate of {peer.peer_id} does not cover {dataset!r}")
 
-    def check_slice(self, peer: Peer, files: Sequence[SliceFile], num_bytes: int) -> None:
-        """As `check`, of a slice: the rules of one of the datasets that have it must allow it."""
+    def charge(self, peer: Peer, file: SliceFile) -> Callable[[int], bool] | None:
+        """Return what counts the bytes of a slice that are sent to a peer, as `FileRange.charge`."""
+        return None
+
+    def check_slice(self, peer: Peer, files: Sequence[SliceFile], num_bytes: int) -> SliceFile:
+        """As `check`, of a slice: the rules of one of the datasets that have it must allow it. Return its file."""
         refusals = []
         for file in files:
             try:
-                return self.check(peer, file.dataset, file.dataset_id, num_bytes)
+                self.check(peer, file.dataset, file.dataset_id, num_bytes)
+                return file
             except ApiError as error:
                 refusals.append(error)
         raise refusals[0]
@@ -287,14 +302,14 @@ class SliceShare(SliceServer, Closing):
 
     Args:
         index: The verified slices.
-        slices: Bytes and dataset's name, by hash, of the slices that may be served; the caller may add to it. A peer
-            whose certificate does not cover the name is refused.
+        slices: Bytes, dataset's name and bytes of a chunk, by hash, of the slices that may be served; the caller may
+            add to it. A peer whose certificate does not cover the name is refused.
         listen: `HOST:PORT`; port 0: any; no host: every address of this machine.
         towards: The `host:port` of another member, which reaches this host where it is named; "": at `host`.
     """
 
     def __init__(
-        self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str]], listen: str,
+        self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str, int]], listen: str,
         upload_bytes_per_s: float | None = None, *, discovery: Discovery | None = None, towards: str = "",
     ) -> None:  # fmt: skip
         host, _, port = listen.rpartition(":")
@@ -326,16 +341,20 @@ class SliceShare(SliceServer, Closing):
             self.stop(timeout_s)
 
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
-        size_and_name = self.slices.get(sha256)
-        if size_and_name is None or (path := self._index.get(sha256)) is None or not path.is_file():
+        described = self.slices.get(sha256)
+        if described is None or (path := self._index.get(sha256)) is None or not path.is_file():
             return ()
-        return (SliceFile(path, *size_and_name),)
+        return (SliceFile(path, *described),)
+
+    async def read_leaves(self, file: SliceFile) -> bytes:
+        stored = self._index.stored_leaves(file.path.name) if isinstance(self._index, ChunkCache) else None
+        return stored or await super().read_leaves(file)
 
     def _count(self, peer: Peer, num_bytes: int) -> None:
         self.bytes_sent += num_bytes
 
 
-_hash_once = lru_cache(maxsize=256)(hash_slice)  # some 8 MB
+_hash_once = lru_cache(maxsize=2048)(hash_slice)  # some 64 MB
 
 # FastAPI uses `warnings.catch_warnings` while it adds a route, which is not thread-safe.
 _app_lock = threading.Lock()
@@ -352,9 +371,11 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
     async def read_slice(request: Request, sha256: str) -> Response:
         if not (files := server.find_slice(sha256)):
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
-        response = file_response(request, files[0].path, files[0].num_bytes)
-        server.check_slice(peer_of(request), files, response.stop - response.start)
-        response.source = await server.verify_slice(files)
+        peer, response = peer_of(request), file_response(request, files[0].path, files[0].num_bytes)
+        server.check_slice(peer, files, 0)
+        response.source = await server.verify_slice(files, response.start, response.stop)
+        response.num_charged = min(CHARGE_BYTES, response.stop - response.start)
+        response.charge = server.charge(peer, server.check_slice(peer, files, response.num_charged))
         return response
 
     @app.get(
@@ -362,15 +383,12 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         summary="The SHA-256 of each chunk of a slice, 32 bytes each.",
     )  # fmt: skip
     async def read_chunks(request: Request, sha256: str, chunk_bytes: int) -> Response:
-        unknown = ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
-        files = server.find_slice(sha256)
-        if not files or not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-            raise unknown
-        server.check_slice(peer_of(request), files, num_chunks(files[0].num_bytes, chunk_bytes) * HASH_BYTES)
-        root, leaves = await run_in_threadpool(_hash_once, await server.verify_slice(files), chunk_bytes)
-        if root != sha256:
-            raise unknown
-        return Response(leaves, media_type=BINARY)
+        files = [file for file in server.find_slice(sha256) if file.chunk_bytes == chunk_bytes]
+        if not files:
+            raise ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
+        num_bytes = num_chunks(files[0].num_bytes, chunk_bytes) * HASH_BYTES
+        file = server.check_slice(peer_of(request), files, num_bytes)
+        return Response(await server.read_leaves(file), media_type=BINARY)
 
     @app.get(
         "/v1/datasets/{dataset_id}/{name}", response_class=Response, responses=RANGED,

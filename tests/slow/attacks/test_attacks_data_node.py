@@ -45,7 +45,7 @@ def sharing(member: Identity, dataset: Dataset) -> Iterator[SliceShare]:
     folder, rows = {}, [dataset.table.row(index) for index in range(SLICES)]
     for row in rows:
         folder[row.sha256] = dataset.path / row.name
-    with SliceShare(member, folder, {row.sha256: (row.bytes, dataset.name) for row in rows}, f"{HOST}:0") as share:
+    with SliceShare(member, folder, {row.sha256: (row.bytes, dataset.name, 0) for row in rows}, f"{HOST}:0") as share:
         yield share
 
 

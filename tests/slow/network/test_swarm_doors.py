@@ -127,7 +127,9 @@ def test_a_sharer_keeps_to_what_certificates_cover(world: Path, tmp_path: Path) 
     assert put(cache, (world / "one" / row.name).read_bytes(), row.chunk_bytes) == row.sha256
     join(world / "network", tmp_path / "outsider", "outsider", scope=Scope(datasets=("books-*",)))
     with (
-        SliceShare(Identity.load(world / "a"), cache, {row.sha256: (row.bytes, NAME)}, f"{HOST}:0") as share,
+        SliceShare(
+            Identity.load(world / "a"), cache, {row.sha256: (row.bytes, NAME, row.chunk_bytes)}, f"{HOST}:0"
+        ) as share,
         Client(Identity.load(world / "b")) as client,
         Client(Identity.load(tmp_path / "outsider")) as outsider,
     ):
