@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -26,14 +27,14 @@ from forebay.dataset.manifest import (
     SliceTable,
 )
 from forebay.dataset.reader import Dataset
-from forebay.errors import UsageError
+from forebay.errors import ForebayError, UsageError
 from forebay.network.access import AccessPolicy
 from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
 from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
-from forebay.network.publications import SIGNATURE_NAME
+from forebay.network.publications import SIGNATURE_NAME, sign_again
 from forebay.order.growth import ancestors
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer, SmallFiles
 
@@ -182,6 +183,13 @@ class DataNode(SliceServer):
             raise ApiError(403, "no_access", reason)
         self.identity.record_event("quota", peer=peer.peer_id, reason=reason)
         raise ApiError(429, "quota", reason)
+
+    def _announce(self) -> None:
+        for dataset in self.datasets:
+            with suppress(OSError, ForebayError):  # as it has none, or not a valid one
+                if dataset.is_local:
+                    sign_again(self.identity, dataset.path)
+        super()._announce()
 
     async def _read_status(self, request: Request) -> Response:
         status, scope = self.status(), peer_of(request).scope

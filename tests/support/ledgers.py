@@ -1,12 +1,21 @@
 """Ledgers written by hand, with a signature that is a keyed hash."""
 
 import hashlib
+import json
+from base64 import b64encode
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Used, receipt_message
+from forebay.ledger.verify import LedgerReport, verify_ledger
 from forebay.ledger.writer import Ledger
+from forebay.network.peer import Peer
+from forebay.network.pki.certificates import verify_certificate
+from forebay.network.pki.files import read_root
+from forebay.network.pki.identity import verify
 from forebay.peer_id import peer_id_of
 
 KEY = b"k" * 32
@@ -23,6 +32,25 @@ def check(key: bytes, message: bytes, signature: bytes) -> None:
         raise LedgerError("the signature is wrong")
 
 
+def certify(certificate: bytes) -> Peer:
+    """The peer of a certificate of `certificate_of`, which nobody signed."""
+    key, start, stop = json.loads(certificate)
+    return Peer(peer_id_of(key.encode()), key.encode(), "w", valid_from=start, valid_until=stop)
+
+
+def certificate_of(key: bytes, start: float = 0.0, stop: float = 10.0) -> str:
+    return b64encode(json.dumps([key.decode(), start, stop]).encode()).decode()
+
+
+def verified(path: Path, key: bytes | None = KEY, **more: Any) -> LedgerReport:
+    return verify_ledger(path, key, check, certify=certify, **more)
+
+
+def certified(path: Path, home: Path, **more: Any) -> LedgerReport:
+    """The report on a ledger of real members, whose certificates must be of the network of a directory."""
+    return verify_ledger(path, verify=verify, certify=partial(verify_certificate, root=read_root(home)), **more)
+
+
 def write_job(
     path: Path, uses: Sequence[Used], samples: Sequence[int] = (8, 0, 5), *, per_entry: int = 2, forge: int = -1
 ) -> None:
@@ -32,7 +60,7 @@ def write_job(
     }  # fmt: skip
     with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
         job = ledger.append("job", body)
-        ledger.append("worker", {"worker": WORKER, "key": WORKER_KEY.hex(), "name": "w"}, sync=False)
+        ledger.append("worker", {"worker": WORKER, "certificate": certificate_of(WORKER_KEY), "name": "w"}, sync=False)
         for number, first in enumerate(range(0, len(uses), per_entry)):
             part = uses[first : first + per_entry]
             receipt = sign(receipt_message(job.hash, part[:-1] if number == forge else part), WORKER_KEY).hex()

@@ -21,7 +21,6 @@ from typing import Any
 from forebay.coordinator import messages
 from forebay.coordinator.messages import Action, RankGeneration, RunMember, RunState
 
-MAX_BREAKS = 3
 MAX_SEATS = 4096  # of workers that left, too; those that finished a step longest ago are forgotten first
 
 
@@ -107,7 +106,10 @@ def _apply_member(
                 weights, samples = event.held_step, event.held_samples
             member = replace(member, ready=True, weights=weights, samples=samples)
             state = _put(state, member)
-            return _break(state, member, actions) if event.broken else state
+            if event.broken and not state.broken:  # true or not, it may be another's fault: nobody is removed for it
+                who = f"worker {member.worker_id!r} ({member.peer_id or 'no certificate'})"
+                actions.append(messages.LogLine(f"generation {generation.number} is broken, reports {who}"))
+            return replace(state, broken=state.broken or event.broken)
         case messages.Leave():
             if event.finished:
                 state = replace(state, finished={**state.finished, member.session: (_voter(member), event.step)})
@@ -122,19 +124,7 @@ def _count_step(state: RunState, generation: RankGeneration, step: int, actions:
         return state
     actions.append(_stepped(state, generation, reached))
     floor = state.floor if state.lockstep else max(state.floor, reached)
-    return replace(state, reached=reached, floor=floor, breakers={})
-
-
-def _break(state: RunState, member: RunMember, actions: list[Action]) -> RunState:
-    """A member reports that its step cannot be finished; remove one that repeats it before any step is finished."""
-    if state.broken or state.generation is None:
-        return state
-    voter = _voter(member)
-    num = state.breakers.get(voter, 0) + (state.reached <= state.generation.start_step)
-    state = replace(state, broken=True, breakers={**state.breakers, voter: num})
-    if num < MAX_BREAKS or all(_voter(other) == voter for other in state.members.values()):
-        return state
-    return _remove(state, member, f"{num} generations broke at its word before a step was finished", actions)
+    return replace(state, reached=reached, floor=floor)
 
 
 def _stepped(state: RunState, generation: RankGeneration, stop: int) -> messages.Stepped:

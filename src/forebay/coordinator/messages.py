@@ -109,8 +109,6 @@ class RunState:
         finished: Session to certificate and last step, of members of this generation that left after all steps.
         gone: Rank and last step of the members that were removed in this generation.
         changing_at: Since when another generation is wanted.
-        breakers: Certificate to the number of generations that it broke first, before a step was finished; reset by a
-            finished step, not persisted.
     """
 
     rules: Rules
@@ -127,7 +125,6 @@ class RunState:
     gone: tuple[tuple[int, int], ...] = ()
     broken: bool = False
     changing_at: float | None = None
-    breakers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -224,10 +221,12 @@ class Leave(GenerationMessage):
 class MeetRequest(MemberMessage):
     """Set a key's value for the ranks of a generation; without `value` wait for it.
 
-    `value` is base64. The first value of a key counts.
+    `rank` is the one that sets it: each sets its own keys only, and has a name space of its own. `value` is base64; the
+    first value of a rank's key counts.
     """
 
     generation: Count
+    rank: Count
     key: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,300}$")]
     value: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9+/=]{0,65536}$")] | None = None
 

@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 _STATE = TypeAdapter(RunState)
 # Live members report these again, so they are not worth a write.
 _TRANSIENT = {"seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at"}
-_EXCLUDED: dict[str, Any] = {"rules": True, "changing_at": True, "breakers": True, "members": {"__all__": _TRANSIENT}}
+_EXCLUDED: dict[str, Any] = {"rules": True, "changing_at": True, "members": {"__all__": _TRANSIENT}}
 
 
 class RunStore:
