@@ -52,15 +52,16 @@ def certified(path: Path, home: Path, **more: Any) -> LedgerReport:
 
 
 def write_job(
-    path: Path, uses: Sequence[Used], samples: Sequence[int] = (8, 0, 5), *, per_entry: int = 2, forge: int = -1
-) -> None:
+    path: Path, uses: Sequence[Used], samples: Sequence[int] = (8, 0, 5), *, per_entry: int = 2, forge: int = -1,
+    certificate: str = certificate_of(WORKER_KEY),
+) -> None:  # fmt: skip
     """Write a ledger with these uses, some to an entry; the receipt of entry `forge` is of other uses."""
     body = {
         "samples_per_slice": list(samples), "scheduler": KEY.hex(), "dataset_id": "d", "seed": 3, "seq_len": 4,
     }  # fmt: skip
     with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
         job = ledger.append("job", body)
-        ledger.append("worker", {"worker": WORKER, "certificate": certificate_of(WORKER_KEY), "name": "w"}, sync=False)
+        ledger.append("worker", {"worker": WORKER, "certificate": certificate, "name": "w"}, sync=False)
         for number, first in enumerate(range(0, len(uses), per_entry)):
             part = uses[first : first + per_entry]
             receipt = sign(receipt_message(job.hash, part[:-1] if number == forge else part), WORKER_KEY).hex()

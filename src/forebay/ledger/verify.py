@@ -128,11 +128,13 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
             case "job":
                 reading.problem(f"entry {entry.seq}: a second job entry")
             case "worker":
-                certificate = a2b_base64(entry.body["certificate"])
+                body = entry.body
+                if not (certificate := a2b_base64(body.get("certificate", ""))):
+                    raise LedgerError(f"expected a certificate of worker {body['worker']}, got none")
                 peer = reading.certify(certificate) if reading.certify is not None else None
-                if peer is not None and (peer.peer_id, peer.name) != (entry.body["worker"], entry.body["name"]):
-                    raise LedgerError(f"the certificate is not that of worker {entry.body['worker']}")
-                reading.workers[entry.body["worker"]] = peer
+                if peer is not None and (peer.peer_id, peer.name) != (body["worker"], body["name"]):
+                    raise LedgerError(f"the certificate is not that of worker {body['worker']} {body['name']!r}")
+                reading.workers[body["worker"]] = peer
             case "uses":
                 _read_uses(entry, reading)
             case "set_aside" | "readmitted":

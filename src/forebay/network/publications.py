@@ -127,7 +127,8 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
     verify(peer.public_key, publication.signed_bytes(), signature)
     if (reason := identity.refusal(peer)) is not None:
         raise ProtocolError(
-            f"dataset {name!r}: its publisher is refused: {reason}. It signs again: forebay network sign"
+            f"dataset {name!r}: its publisher is refused: {reason}. "
+            "With a valid certificate it signs again: forebay network sign"
         )
     if not peer.valid_from <= publication.signed_at <= time.time() + EARLY.total_seconds():
         raise ProtocolError(f"dataset {name!r}: its signature is dated before its certificate, or in the future")
