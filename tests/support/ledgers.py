@@ -1,7 +1,6 @@
 """Ledgers written by hand, with a signature that is a keyed hash."""
 
 import hashlib
-import json
 from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
@@ -32,14 +31,14 @@ def check(key: bytes, message: bytes, signature: bytes) -> None:
         raise LedgerError("the signature is wrong")
 
 
+def certificate_of(key: bytes, start: int = 0, stop: int = 10) -> str:
+    return b64encode(b"%b %d %d" % (key, start, stop)).decode()
+
+
 def certify(certificate: bytes) -> Peer:
-    """The peer of a certificate of `certificate_of`, which nobody signed."""
-    key, start, stop = json.loads(certificate)
-    return Peer(peer_id_of(key.encode()), key.encode(), "w", valid_from=start, valid_until=stop)
-
-
-def certificate_of(key: bytes, start: float = 0.0, stop: float = 10.0) -> str:
-    return b64encode(json.dumps([key.decode(), start, stop]).encode()).decode()
+    """The peer of a certificate of `certificate_of`, which has no signature."""
+    key, start, stop = certificate.split()
+    return Peer(peer_id_of(key), key, "w", valid_from=int(start), valid_until=int(stop))
 
 
 def verified(path: Path, key: bytes | None = KEY, **more: Any) -> LedgerReport:
@@ -53,7 +52,7 @@ def certified(path: Path, home: Path, **more: Any) -> LedgerReport:
 
 def write_job(
     path: Path, uses: Sequence[Used], samples: Sequence[int] = (8, 0, 5), *, per_entry: int = 2, forge: int = -1,
-    certificate: str = certificate_of(WORKER_KEY),
+    certificates: Sequence[str] = (certificate_of(WORKER_KEY),),
 ) -> None:  # fmt: skip
     """Write a ledger with these uses, some to an entry; the receipt of entry `forge` is of other uses."""
     body = {
@@ -61,7 +60,8 @@ def write_job(
     }  # fmt: skip
     with Ledger.open(path, sign, now=lambda: 5.0) as ledger:
         job = ledger.append("job", body)
-        ledger.append("worker", {"worker": WORKER, "certificate": certificate, "name": "w"}, sync=False)
+        for certificate in certificates:
+            ledger.append("worker", {"worker": WORKER, "certificate": certificate, "name": "w"}, sync=False)
         for number, first in enumerate(range(0, len(uses), per_entry)):
             part = uses[first : first + per_entry]
             receipt = sign(receipt_message(job.hash, part[:-1] if number == forge else part), WORKER_KEY).hex()

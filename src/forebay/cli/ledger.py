@@ -28,17 +28,13 @@ def _verify(args: Namespace) -> bool:
         return _print_verified(
             args, vars(verify_steps(args.file)), "each sample was used once by the steps that counted"
         )
-    root, certify = args.root or (args.identity and args.identity / "root-cert.pem"), partial(peer_of)
-    if root is not None:
-        certify = partial(verify_certificate, root=der_of(read_certs(root)[0]))
+    root = args.root or (args.identity and args.identity / "root-cert.pem")
+    certify = partial(verify_certificate, root=der_of(read_certs(root)[0])) if root else partial(peer_of)
     replayed = replay if args.samples else None
     report = verify_ledger(args.file, args.key, verify, replayed, args.max_set_aside, certify)
-    keys = (
-        "workers are certified" if root else "keys were not checked against a network (--identity DIR or --root FILE)"
-    )
-    whose = "--key" if args.key else "its key is the file's own; --key HEX demands one"
-    success = f"chain, signatures and coverage hold; {keys}; scheduler {report.scheduler} ({whose})"
-    return _print_verified(args, {**vars(report), "certified": root is not None}, success)
+    success = f"chain, signatures and coverage hold; signed by scheduler {report.scheduler} (--key HEX demands a key)"
+    success += "; workers are certified" if root else "; keys were not checked against a network (--identity, --root)"
+    return _print_verified(args, {**vars(report), "certified": bool(root)}, success)
 
 
 def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bool:

@@ -106,8 +106,8 @@ def _apply_member(
                 weights, samples = event.held_step, event.held_samples
             member = replace(member, ready=True, weights=weights, samples=samples)
             state = _put(state, member)
-            if event.broken and not state.broken:  # true or not, it may be another's fault: nobody is removed for it
-                who = f"worker {member.worker_id!r} ({member.peer_id or 'no certificate'})"
+            if event.broken and not state.broken:  # it may be another's fault: no member is removed for a report
+                who = f"worker {member.worker_id!r} ({_voter(member)})"
                 actions.append(messages.LogLine(f"generation {generation.number} is broken, reports {who}"))
             return replace(state, broken=state.broken or event.broken)
         case messages.Leave():
@@ -302,7 +302,7 @@ REQUESTS: dict[str, type[messages.MemberMessage]] = {
 
 def is_due(state: RunState, message: messages.MemberMessage) -> bool:
     """Whether a request need not wait any longer: there is something to answer, or its session has ended."""
-    if not _is_member(state, message):
+    if not is_member(state, message):
         return True
     generation = state.generation
     is_new = generation is None or generation.number != getattr(message, "generation", 0)
@@ -320,7 +320,7 @@ def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> dict
     """The answer now: a generation, the step to continue to, or to ask again; to a heartbeat, whether to stop."""
     if isinstance(message, messages.Leave):
         return {"left": True}
-    if not _is_member(state, message):
+    if not is_member(state, message):
         return messages.Refuse("expelled", f"worker {message.worker_id!r}: removed or replaced. Join again.")
     generation = state.generation
     is_old = generation is None or generation.number != getattr(message, "generation", 0)
@@ -353,6 +353,7 @@ def config_reply(state: RunState, run_id: str) -> dict[str, Any]:
     return {"run_id": run_id, "config": dict(state.config), "fixed": dict(state.fixed), **shown}
 
 
-def _is_member(state: RunState, message: messages.MemberMessage) -> bool:
+def is_member(state: RunState, message: messages.MemberMessage) -> bool:
+    """Whether a message is of a live member's session."""
     member = state.members.get(message.worker_id)
     return member is not None and member.session == message.session

@@ -13,6 +13,8 @@ ANSWER_S = 5.0
 """A member repeats a request when no answer came for so long after the time that it was to wait."""
 HEARTBEAT_WAIT_S = 20.0
 """The longest time that the coordinator may hold a heartbeat."""
+STATE_VERSION = 2
+"""Of the stored state; the first ones had no number."""
 RETRY_S = 2.0
 """The longest pause of a member between two requests without an answer."""
 
@@ -125,6 +127,7 @@ class RunState:
     gone: tuple[tuple[int, int], ...] = ()
     broken: bool = False
     changing_at: float | None = None
+    version: int = STATE_VERSION
 
     @property
     def batch_size(self) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from forebay.coordinator import messages
-from forebay.coordinator.membership import REQUESTS, apply, config_reply, generation_reply, is_due, reply
+from forebay.coordinator.membership import REQUESTS, apply, config_reply, generation_reply, is_due, is_member, reply
 from forebay.coordinator.messages import Event, Join, Leave, MeetRequest, MemberMessage, Refuse, Rules
 from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
@@ -348,13 +348,13 @@ class Coordinator:
 
     async def _meet(self, request: Request, message: MeetRequest) -> Response:
         self._check(request, message)
-        generation, member = self._state.generation, self._state.members.get(message.worker_id)
-        is_member = member is not None and member.session == message.session
-        is_now = generation is not None and generation.number == message.generation
-        if generation is None or not is_now or not is_member or (rank := generation.rank_of(message.session)) is None:
+        generation, rank = self._state.generation, None
+        if generation is not None and generation.number == message.generation and is_member(self._state, message):
+            rank = generation.rank_of(message.session)
+        if rank is None:
             raise ApiError(409, "changed", f"generation {message.generation}: no member of it in this session.")
         self._add_connection(request, message)
-        number, values, key = generation.number, self._values, (message.rank, message.key)
+        number, values, key = message.generation, self._values, (message.rank, message.key)
         if message.value is not None and message.rank != rank:
             raise ApiError(403, "not_yours", f"rank {rank}: expected a key of its own, got one of rank {message.rank}.")
         if message.value is not None and key not in values:

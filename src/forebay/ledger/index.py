@@ -40,8 +40,6 @@ class Job:
                 f"ledger entry 0: expected format {LEDGER_FORMAT}, got {body.get('format', 'none')!r}. It was written "
                 "by another version. Verify it with that version, or start in a new directory."
             )
-        if "datasets" in body:
-            raise LedgerError("ledger entry 0: expected one dataset, got several. Use the version that wrote it.")
         try:
             scheduler = bytes.fromhex(str(body.get("scheduler", "")))
         except ValueError:

@@ -23,7 +23,7 @@ from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
 from forebay.network.discovery import Claim
-from forebay.network.pki.certificates import EARLY, der_of, pem_of, verify_certificate
+from forebay.network.pki.certificates import der_of, pem_of, verify_certificate
 from forebay.network.pki.identity import Identity, verify
 
 SIGNATURE_NAME = "manifest.sig.json"
@@ -100,10 +100,10 @@ def sign_again(identity: Identity, directory: Path) -> None:
     with (directory / SIGNATURE_NAME).open("rb") as file:
         old = read_publication(file.read(MAX_SIGNATURE_BYTES), identity)
     if old.publisher == identity.peer_id and old.certificate != pem_of(identity.certificate).decode():
-        days = (old.expires_at - time.time()) / 86400
         sign_dataset(
-            identity, directory, old.name, old.dataset_id, origins=old.origins, valid_days=days, serial=old.serial
-        )
+            identity, directory, old.name, old.dataset_id, origins=old.origins, serial=old.serial,
+            valid_days=(old.expires_at - time.time()) / 86400,
+        )  # fmt: skip
 
 
 def read_publication(data: bytes, identity: Identity) -> Publication:
@@ -130,8 +130,8 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
             f"dataset {name!r}: its publisher is refused: {reason}. "
             "With a valid certificate it signs again: forebay network sign"
         )
-    if not peer.valid_from <= publication.signed_at <= time.time() + EARLY.total_seconds():
-        raise ProtocolError(f"dataset {name!r}: its signature is dated before its certificate, or in the future")
+    if not peer.valid_from <= publication.signed_at <= peer.valid_until:
+        raise ProtocolError(f"dataset {name!r}: its signature is dated before or after its publisher's certificate")
     if not peer.scope.covers(name):
         raise ProtocolError(f"dataset {name!r}: the certificate of its publisher does not cover the name")
     if not time.time() < publication.expires_at:

@@ -67,7 +67,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
             self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._request(key, None, 0.0) is not None for key in keys)
+        return all(self._request(key, None) is not None for key in keys)
 
     def _request(self, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
         match = _GLOO_KEY.search(key)

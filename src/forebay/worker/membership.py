@@ -119,10 +119,7 @@ class Membership(MembershipState):
 
         NetworkError if the coordinator does not answer, the key is another rank's, or the generation has changed.
         """
-        body = {
-            "worker_id": self.worker_id, "session": self.session, "generation": self.generation.number,
-            "rank": rank, "key": key, "wait_s": wait_s,
-        }  # fmt: skip
+        body = {**self._me(), "generation": self.generation.number, "rank": rank, "key": key, "wait_s": wait_s}
         if value is not None:
             body["value"] = base64.b64encode(value).decode()
         answer = self._send(Request("/v1/members/meet", body, wait_s), wait_s + ANSWER_S).get("value")
