@@ -131,7 +131,7 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
                 body = entry.body
                 if not (certificate := a2b_base64(body.get("certificate", ""))):
                     raise LedgerError(f"expected a certificate of worker {body['worker']}, got none")
-                peer = reading.certify(certificate) if reading.certify is not None else None
+                peer = reading.certify and reading.certify(certificate)
                 if peer is not None and (peer.peer_id, peer.name) != (body["worker"], body["name"]):
                     raise LedgerError(f"the certificate is not that of worker {body['worker']} {body['name']!r}")
                 reading.workers[body["worker"]] = peer
