@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import VerifiedChunks
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.files import open_below
 from forebay.network.access import AccessPolicy
 from forebay.network.app import (
@@ -41,6 +42,7 @@ from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
+from forebay.network.publications import sign_again
 from forebay.order.growth import ancestors
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer, SmallFiles
 
@@ -200,6 +202,13 @@ class DataNode(SliceServer):
             raise ApiError(403, "no_access", reason)
         self.identity.record_event("quota", peer=peer.peer_id, reason=reason)
         raise ApiError(429, "quota", reason)
+
+    def _announce(self) -> None:
+        for dataset in self.datasets:
+            with suppress(OSError, ForebayError):  # as it has none, or not a valid one
+                if dataset.is_local:
+                    sign_again(self.identity, dataset.path)
+        super()._announce()
 
     async def _read_status(self, request: Request) -> Response:
         status, scope = self.status(), peer_of(request).scope

@@ -24,6 +24,7 @@ from forebay.dataset.reader import open_dataset
 from forebay.errors import ForebayError, NetworkError
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
+from forebay.network.pki.certificates import verify_certificate
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.observe.progress import PrepareBar, bar
 from forebay.prepare.driver import prepare_dataset
@@ -135,13 +136,15 @@ def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, comma
     ).wait_ready()  # fmt: skip
     _log(f"5/5  workers: two run {' '.join(command) or 'a program that counts'}; one is killed")
     started = time.monotonic()
-    with Client(Identity.load(directory / "viewer")) as client:
+    viewer = Identity.load(directory / "viewer")
+    with Client(viewer) as client:
         num_samples, nodes = _train(client, scheduler["address"], start_worker)
         training_s = time.monotonic() - started
         for node in nodes:
             node.popen.wait(120)
         served, _ = client.request_json(data_address, "GET", "/v1/status")
-    proof = verify_ledger(Path(scheduler["ledger"]), verify=verify)
+    certify = partial(verify_certificate, root=viewer.root)
+    proof = verify_ledger(Path(scheduler["ledger"]), verify=verify, certify=certify)
     workers, first, last = {}, list[float](), list[float]()
     for node in nodes:
         messages = node.messages() or [{}]  # The last one is the report; of a killed worker its last progress.

@@ -11,12 +11,12 @@ from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.pki.identity import Identity, create_network, join, verify
+from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
 from support.leases import work
+from support.ledgers import certified
 from support.local_discovery import LocalDiscovery
 
 HOST = "127.0.0.1"
@@ -104,6 +104,6 @@ class Network:
 
     def assert_used_once(self, num_samples: int, epochs: int = 1) -> None:
         """The ledger proves that each sample was used once in each epoch."""
-        report = verify_ledger(self.directory / "state" / "ledger.jsonl", verify=verify)
+        report = certified(self.directory / "state" / "ledger.jsonl", self.directory / "network")
         once = {"samples": num_samples, "missing": 0, "repeated": 0}
         assert report.ok and report.epochs == [{"epoch": epoch, **once} for epoch in range(epochs)], report

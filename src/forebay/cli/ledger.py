@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import file, print_result, public_key, share
+from forebay.cli.arguments import add_identity, file, print_result, public_key, share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 def _verify(args: Namespace) -> bool:
     from forebay.ledger.verify import verify_ledger
+    from forebay.network.pki.certificates import der_of, peer_of, verify_certificate
+    from forebay.network.pki.files import read_certs
     from forebay.network.pki.identity import verify
     from forebay.observe.ledger_queries import is_roster, replay, verify_steps
 
@@ -25,8 +28,13 @@ def _verify(args: Namespace) -> bool:
         return _print_verified(
             args, vars(verify_steps(args.file)), "each sample was used once by the steps that counted"
         )
-    report = verify_ledger(args.file, args.key, verify, replay if args.samples else None, args.max_set_aside)
-    return _print_verified(args, vars(report), "chain, signatures and coverage hold")
+    root = args.root or (args.identity and args.identity / "root-cert.pem")
+    certify = partial(verify_certificate, root=der_of(read_certs(root)[0])) if root else partial(peer_of)
+    replayed = replay if args.samples else None
+    report = verify_ledger(args.file, args.key, verify, replayed, args.max_set_aside, certify)
+    success = f"chain, signatures and coverage hold; signed by scheduler {report.scheduler} (--key HEX demands a key)"
+    success += "; workers are certified" if root else "; keys were not checked against a network (--identity, --root)"
+    return _print_verified(args, {**vars(report), "certified": bool(root)}, success)
 
 
 def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bool:
@@ -120,6 +128,8 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
     p.add("file", "a ledger, or a coordinator's state", type=Path)
     p.add("--key", "the scheduler's public key (default: the one in the file)", type=public_key)
+    add_identity(p)
+    p.add("--root", "root certificate of the network (default: of --identity)", type=file)
     p.add("--max-set-aside", "allowed of an epoch's samples (default: 0)", type=share, default=0.0)
     p.add_flag("--samples", "also verify sample ids: recompute the order of every use")
 

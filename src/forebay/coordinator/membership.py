@@ -21,7 +21,6 @@ from typing import Any
 from forebay.coordinator import messages
 from forebay.coordinator.messages import Action, RankGeneration, RunMember, RunState
 
-MAX_BREAKS = 3
 MAX_SEATS = 4096  # of workers that left, too; those that finished a step longest ago are forgotten first
 
 
@@ -107,7 +106,10 @@ def _apply_member(
                 weights, samples = event.held_step, event.held_samples
             member = replace(member, ready=True, weights=weights, samples=samples)
             state = _put(state, member)
-            return _break(state, member, actions) if event.broken else state
+            if event.broken and not state.broken:  # it may be another's fault: no member is removed for a report
+                who = f"worker {member.worker_id!r} ({_voter(member)})"
+                actions.append(messages.LogLine(f"generation {generation.number} is broken, reports {who}"))
+            return replace(state, broken=state.broken or event.broken)
         case messages.Leave():
             if event.finished:
                 state = replace(state, finished={**state.finished, member.session: (_voter(member), event.step)})
@@ -122,19 +124,7 @@ def _count_step(state: RunState, generation: RankGeneration, step: int, actions:
         return state
     actions.append(_stepped(state, generation, reached))
     floor = state.floor if state.lockstep else max(state.floor, reached)
-    return replace(state, reached=reached, floor=floor, breakers={})
-
-
-def _break(state: RunState, member: RunMember, actions: list[Action]) -> RunState:
-    """A member reports that its step cannot be finished; remove one that repeats it before any step is finished."""
-    if state.broken or state.generation is None:
-        return state
-    voter = _voter(member)
-    num = state.breakers.get(voter, 0) + (state.reached <= state.generation.start_step)
-    state = replace(state, broken=True, breakers={**state.breakers, voter: num})
-    if num < MAX_BREAKS or all(_voter(other) == voter for other in state.members.values()):
-        return state
-    return _remove(state, member, f"{num} generations broke at its word before a step was finished", actions)
+    return replace(state, reached=reached, floor=floor)
 
 
 def _stepped(state: RunState, generation: RankGeneration, stop: int) -> messages.Stepped:
@@ -312,7 +302,7 @@ REQUESTS: dict[str, type[messages.MemberMessage]] = {
 
 def is_due(state: RunState, message: messages.MemberMessage) -> bool:
     """Whether a request need not wait any longer: there is something to answer, or its session has ended."""
-    if not _is_member(state, message):
+    if not is_member(state, message):
         return True
     generation = state.generation
     is_new = generation is None or generation.number != getattr(message, "generation", 0)
@@ -330,7 +320,7 @@ def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> dict
     """The answer now: a generation, the step to continue to, or to ask again; to a heartbeat, whether to stop."""
     if isinstance(message, messages.Leave):
         return {"left": True}
-    if not _is_member(state, message):
+    if not is_member(state, message):
         return messages.Refuse("expelled", f"worker {message.worker_id!r}: removed or replaced. Join again.")
     generation = state.generation
     is_old = generation is None or generation.number != getattr(message, "generation", 0)
@@ -363,6 +353,7 @@ def config_reply(state: RunState, run_id: str) -> dict[str, Any]:
     return {"run_id": run_id, "config": dict(state.config), "fixed": dict(state.fixed), **shown}
 
 
-def _is_member(state: RunState, message: messages.MemberMessage) -> bool:
+def is_member(state: RunState, message: messages.MemberMessage) -> bool:
+    """Whether a message is of a live member's session."""
     member = state.members.get(message.worker_id)
     return member is not None and member.session == message.session

@@ -13,6 +13,8 @@ ANSWER_S = 5.0
 """A member repeats a request when no answer came for so long after the time that it was to wait."""
 HEARTBEAT_WAIT_S = 20.0
 """The longest time that the coordinator may hold a heartbeat."""
+STATE_VERSION = 2
+"""Of the stored state; the first ones had no number."""
 RETRY_S = 2.0
 """The longest pause of a member between two requests without an answer."""
 
@@ -109,8 +111,6 @@ class RunState:
         finished: Session to certificate and last step, of members of this generation that left after all steps.
         gone: Rank and last step of the members that were removed in this generation.
         changing_at: Since when another generation is wanted.
-        breakers: Certificate to the number of generations that it broke first, before a step was finished; reset by a
-            finished step, not persisted.
     """
 
     rules: Rules
@@ -127,7 +127,7 @@ class RunState:
     gone: tuple[tuple[int, int], ...] = ()
     broken: bool = False
     changing_at: float | None = None
-    breakers: Mapping[str, int] = field(default_factory=dict)
+    version: int = STATE_VERSION
 
     @property
     def batch_size(self) -> int:
@@ -224,10 +224,12 @@ class Leave(GenerationMessage):
 class MeetRequest(MemberMessage):
     """Set a key's value for the ranks of a generation; without `value` wait for it.
 
-    `value` is base64. The first value of a key counts.
+    `rank` is the one that sets it: each sets its own keys only, and has a name space of its own. `value` is base64; the
+    first value of a rank's key counts.
     """
 
     generation: Count
+    rank: Count
     key: Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,300}$")]
     value: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9+/=]{0,65536}$")] | None = None
 

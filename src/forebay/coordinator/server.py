@@ -23,7 +23,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from forebay.coordinator import messages
-from forebay.coordinator.membership import REQUESTS, apply, config_reply, generation_reply, is_due, reply
+from forebay.coordinator.membership import REQUESTS, apply, config_reply, generation_reply, is_due, is_member, reply
 from forebay.coordinator.messages import Event, Join, Leave, MeetRequest, MemberMessage, Refuse, Rules
 from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
@@ -73,8 +73,7 @@ class Coordinator:
         self._started_at = self._ticked_at = time.monotonic()
         self._suspended_s = 0.0
         self._store: RunStore | None = None
-        # The number of a generation, and the values that its ranks set: (value, session) by key.
-        self._values: tuple[int, dict[str, tuple[str, str]]] | None = None
+        self._values: dict[tuple[int, str], str] = {}  # of the generation, by the rank that set them and key
         self._unwritten: deque[Event] = deque()  # events to apply once the disk has space
         # By connection: (worker id, session) of its last request.
         self._sessions: dict[asyncio.Future[None], tuple[str, str]] = {}
@@ -199,7 +198,7 @@ class Coordinator:
             if isinstance(action, messages.LogLine):
                 self._on_note(action.text)
             elif isinstance(action, messages.Formed):
-                formed = action.generation
+                formed, self._values = action.generation, {}
                 names = ", ".join(slot.worker_id for slot in formed.places)
                 self._on_note(
                     f"generation {formed.number} from step {formed.start_step}: {len(formed.places)} workers: {names}"
@@ -349,29 +348,29 @@ class Coordinator:
 
     async def _meet(self, request: Request, message: MeetRequest) -> Response:
         self._check(request, message)
-        generation, member = self._state.generation, self._state.members.get(message.worker_id)
-        is_member = member is not None and member.session == message.session
-        is_now = generation is not None and generation.number == message.generation
-        if generation is None or not is_now or not is_member or generation.rank_of(message.session) is None:
+        generation, rank = self._state.generation, None
+        if generation is not None and generation.number == message.generation and is_member(self._state, message):
+            rank = generation.rank_of(message.session)
+        if rank is None:
             raise ApiError(409, "changed", f"generation {message.generation}: no member of it in this session.")
         self._add_connection(request, message)
-        number, values = generation.number, self._values
-        if values is None or values[0] != number:
-            values = self._values = (number, {})
-        if message.value is not None and message.key not in values[1]:
-            if sum(session == message.session for _, session in values[1].values()) >= MAX_VALUES:
+        number, values, key = message.generation, self._values, (message.rank, message.key)
+        if message.value is not None and message.rank != rank:
+            raise ApiError(403, "not_yours", f"rank {rank}: expected a key of its own, got one of rank {message.rank}.")
+        if message.value is not None and key not in values:
+            if sum(setter == rank for setter, _ in values) >= MAX_VALUES:
                 raise ApiError(409, "full", f"generation {number}: expected at most {MAX_VALUES} values a rank")
-            values[1][message.key] = message.value, message.session
+            values[key] = message.value
             self._notify()
 
         def is_over() -> bool:
             now = self._state
             is_changed = now.changing or now.generation is None or now.generation.number != number
-            return message.key in values[1] or is_changed or self._stopping
+            return key in values or is_changed or self._stopping
 
         # Not counted as a poll of the member: its heartbeats show that it is alive.
         await wait_until(request, lambda: self._changed.wait(), is_over, message.wait_s)
-        return JsonResponse({"value": values[1].get(message.key, (None,))[0]})
+        return JsonResponse({"value": values.get(key)})
 
     async def _read_log(self, request: Request) -> Response:
         store = self._open()

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from forebay.coordinator import messages
-from forebay.coordinator.messages import Action, Formed, Gap, LogLine, Rules, RunState, Stepped
+from forebay.coordinator.messages import STATE_VERSION, Action, Formed, Gap, LogLine, Rules, RunState, Stepped
 from forebay.errors import StateError
 
 ROSTER_NAME = "roster.sqlite"
@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 _STATE = TypeAdapter(RunState)
 # Live members report these again, so they are not worth a write.
 _TRANSIENT = {"seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at"}
-_EXCLUDED: dict[str, Any] = {"rules": True, "changing_at": True, "breakers": True, "members": {"__all__": _TRANSIENT}}
+_EXCLUDED: dict[str, Any] = {"rules": True, "changing_at": True, "members": {"__all__": _TRANSIENT}}
 
 
 class RunStore:
@@ -93,8 +93,8 @@ class RunStore:
         returns_at = now + min(rules.heartbeat_s, messages.HEARTBEAT_WAIT_S) + messages.ANSWER_S + messages.RETRY_S
         times = {"seen_at": now, "moved_at": now, "returns_at": returns_at}
         try:
-            if "fixed" not in body:
-                raise ValueError("the settings are missing")
+            if body["version"] != STATE_VERSION:
+                raise ValueError(f"expected {STATE_VERSION}, got {body['version']}")
             members = {name: {**member, **times} for name, member in body["members"].items()}
             state = _STATE.validate_python({**body, "rules": rules, "members": members})
         except (KeyError, TypeError, ValueError, AttributeError) as error:

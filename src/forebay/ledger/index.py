@@ -15,7 +15,7 @@ from forebay.arrays import I64, Array
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Entry, Used, read_entries, uses_of
 
-LEDGER_FORMAT = 2  # in the job entry; absent in format 1, whose samples had another order
+LEDGER_FORMAT = 3  # in the job entry; earlier ones had no certificates, format 1 also another order of samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +38,8 @@ class Job:
         if body.get("format") != LEDGER_FORMAT:
             raise LedgerError(
                 f"ledger entry 0: expected format {LEDGER_FORMAT}, got {body.get('format', 'none')!r}. It was written "
-                "by another version, which orders samples otherwise. Use that version, or start in a new directory."
+                "by another version. Verify it with that version, or start in a new directory."
             )
-        if "datasets" in body:
-            raise LedgerError("ledger entry 0: expected one dataset, got several. Use the version that wrote it.")
         try:
             scheduler = bytes.fromhex(str(body.get("scheduler", "")))
         except ValueError:

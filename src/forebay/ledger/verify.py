@@ -1,12 +1,14 @@
-"""Verify a ledger: its chain, its signatures, and that each epoch used each sample exactly once.
+"""Verify a ledger: its chain, signatures and certificates, and that each epoch used each sample exactly once.
 
 One pass: 15 us an entry, and a signature check of 0.11 ms for each receipt. Of the scheduler's signatures only
 the last is checked: it covers the chain. A million entries: 20 s, and 2 minutes for their receipts.
 """
 
+from binascii import a2b_base64
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +19,12 @@ from forebay.ledger.index import Asides, Job, UseColumns, apply_aside
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100
+RECORDED_S = 60.0  # the longest time between a scheduler's check of a worker's certificate and the entry of its uses
 
 # (public key, message, signature); raises a ForebayError unless the signature is valid.
 Verifier = Callable[[bytes, bytes, bytes], None]
+# A certificate (DER); returns its `network.peer.Peer`, raises a ForebayError if it is not valid.
+Certifier = Callable[[bytes], Any]
 # (job, epoch, slice, start, stop): the sample ids of a use, counted in its slice, and their receipt.
 Replay = Callable[[Job, int, int, int, int], tuple[I64, str]]
 
@@ -34,6 +39,7 @@ class LedgerReport:
     epochs: list[dict[str, int]]
     problems: list[str]
     entries: int = 0
+    scheduler: str = ""  # Peer id of the key that must have signed the entries.
     missing: list[dict[str, int]] = field(default_factory=list)  # The first, by epoch: slice, start, stop.
     repeated: list[dict[str, int]] = field(default_factory=list)  # The same, and the entry.
 
@@ -43,12 +49,13 @@ class _Reading:
     """State of one pass over the file."""
 
     verify: Verifier | None
+    certify: Certifier | None
     problems: list[str] = field(default_factory=list)
     job: Job | None = None
     entries: int = 0
     uses: UseColumns = field(default_factory=UseColumns)
     digests: dict[int, str] = field(default_factory=dict)
-    keys: dict[str, bytes] = field(default_factory=dict)
+    workers: dict[str, Any] = field(default_factory=dict)  # Peers, by peer id.
     reached: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     aside_of: Asides = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
@@ -60,13 +67,13 @@ class _Reading:
 
 def verify_ledger(
     path: Path, public_key: bytes | None = None, verify: Verifier | None = None, replay: Replay | None = None,
-    max_set_aside: float = 0.0,
+    max_set_aside: float = 0.0, certify: Certifier | None = None,
 ) -> LedgerReport:  # fmt: skip
     """Check the chain, the signatures and that each epoch used each sample exactly once.
 
     Args:
         public_key: The scheduler's key, 32 bytes; by default the key that the ledger itself names.
-        verify: Checks one signature; without it only hashes are checked.
+        verify, certify: Check one signature, and one certificate; without both only hashes are checked.
         replay: Computes the sample ids of each use: coverage is then also counted by sample, and the digests
             that workers signed are compared.
         max_set_aside: Share of an epoch's samples, 0 to 1, that may be set aside and unused.
@@ -75,7 +82,7 @@ def verify_ledger(
         A report; a broken chain is read up to the break, and the rest counts as missing.
     """
     path = Path(path)
-    reading = _Reading(verify)
+    reading = _Reading(verify, certify)
     last: Entry | None = None
     end = 0
     try:
@@ -101,7 +108,7 @@ def verify_ledger(
         # The last signature covers all; where it is wrong, the first wrong one is found.
         entry = next(entry for entry in read_entries(path) if not _is_signed(entry, key, verify))
         reading.problem(f"entry {entry.seq} ({entry.kind}): it is not signed by the scheduler; nor is what follows")
-    return _report(reading, job, replay, max_set_aside)
+    return _report(reading, job, replay, max_set_aside, peer_id_of(key))
 
 
 def _is_signed(entry: Entry, key: bytes, verify: Verifier) -> bool:
@@ -121,10 +128,13 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
             case "job":
                 reading.problem(f"entry {entry.seq}: a second job entry")
             case "worker":
-                key = bytes.fromhex(entry.body["key"])
-                if peer_id_of(key) != entry.body["worker"]:
-                    raise LedgerError(f"the key is not that of worker {entry.body['worker']}")
-                reading.keys[entry.body["worker"]] = key
+                body = entry.body
+                if not (certificate := a2b_base64(body.get("certificate", ""))):
+                    raise LedgerError(f"expected a certificate of worker {body['worker']}, got none")
+                peer = reading.certify and reading.certify(certificate)
+                if peer is not None and (peer.peer_id, peer.name) != (body["worker"], body["name"]):
+                    raise LedgerError(f"the certificate is not that of worker {body['worker']} {body['name']!r}")
+                reading.workers[body["worker"]] = peer
             case "uses":
                 _read_uses(entry, reading)
             case "set_aside" | "readmitted":
@@ -167,13 +177,13 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
             reading.digests[len(reading.uses)] = use.digest
         reading.uses.add(entry, worker, use)
     if reading.verify is not None:
-        if worker not in reading.keys:
-            raise LedgerError(f"worker {worker} has no key in this ledger")
-        message = receipt_message(job.job_id, uses)
-        reading.verify(reading.keys[worker], message, bytes.fromhex(body["receipt"]))
+        peer = reading.workers.get(worker)
+        if peer is None or not peer.valid_from <= entry.recorded_at <= peer.valid_until + RECORDED_S:
+            raise LedgerError(f"worker {worker} has no certificate in this ledger that was valid then")
+        reading.verify(peer.public_key, receipt_message(job.job_id, uses), bytes.fromhex(body["receipt"]))
 
 
-def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: float) -> LedgerReport:
+def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: float, scheduler: str) -> LedgerReport:
     table = reading.uses.table()
     epochs, missing, repeated = (list[dict[str, int]]() for _ in range(3))
     last = int(table["epoch"].max()) if len(table) else -1
@@ -204,7 +214,7 @@ def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: f
             )
     is_complete = all(e["missing"] == e["repeated"] == 0 for e in epochs)
     ok = intact and is_complete and few_aside
-    return LedgerReport(ok, intact, epochs, reading.problems, reading.entries, missing, repeated)
+    return LedgerReport(ok, intact, epochs, reading.problems, reading.entries, scheduler, missing, repeated)
 
 
 def _check_samples(reading: _Reading, job: Job, table: Array, replay: Replay) -> None:

@@ -51,6 +51,7 @@ class Peer:
     name: str
     org: str = ""  # peer id of the issuing organisation; empty: issued by the root
     scope: Scope = UNBOUNDED  # within its organisation's
+    certificate: str = field(default="", compare=False, repr=False)  # DER in base64; empty: unverified
     # Validity of its whole chain, Unix seconds. Not compared: a renewed certificate is the same peer.
     valid_from: float = field(default=-math.inf, compare=False)
     valid_until: float = field(default=math.inf, compare=False)

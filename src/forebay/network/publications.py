@@ -1,8 +1,9 @@
 """Publications: manifest.sig.json, a publisher's signature over a dataset's name, id, version and origins.
 
 A publication contains the publisher's certificate, so that a reader can check its organisation and revocation; it is
-valid until its own expiry, also after the certificate's. Of several versions that a publisher signed under one name the
-one with the highest serial applies. A reader stores that serial in publications.json of its node directory and refuses
+valid until its own expiry, and no longer than that certificate: with a renewed one the publisher signs again, which a
+data node does by itself for what it serves. Of several versions that a publisher signed under one name the one with the
+highest serial applies. A reader stores that serial in publications.json of its node directory and refuses
 older versions, unless its user names the dataset id.
 """
 
@@ -42,16 +43,17 @@ class Publication:
     name: str
     publisher: str  # peer id
     serial: Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]  # rises with each version of the name
-    expires_at: Annotated[float, Field(allow_inf_nan=False)]  # Unix seconds
+    signed_at: Annotated[float, Field(allow_inf_nan=False)]  # Unix seconds
+    expires_at: Annotated[float, Field(allow_inf_nan=False)]
     origins: Origins  # URLs of copies; without a query, so that none names an endpoint or a credential
     certificate: str  # the publisher's, PEM
     signature: str  # 64 bytes as hexadecimal
-    format: Literal[3]
+    format: Literal[4]
 
     def signed_bytes(self) -> bytes:
         """Canonical bytes that the signature covers."""
         body = {key: value for key, value in asdict(self).items() if key not in ("signature", "format")}
-        return b"forebay/3 publication\n" + canonical_json(body)
+        return b"forebay/4 publication\n" + canonical_json(body)
 
 
 _PUBLICATION = TypeAdapter(Publication)
@@ -63,10 +65,15 @@ def sign_dataset(
     identity: Identity, directory: str | Path, name: str, dataset_id: str, *, origins: Sequence[str] = (),
     valid_days: float = VALID_DAYS, serial: int | None = None,
 ) -> Publication:  # fmt: skip
-    """Write a dataset's manifest.sig.json; the default `serial` is the Unix time, or the last one plus 1."""
+    """Write a dataset's manifest.sig.json; the default `serial` is the Unix time in microseconds.
+
+    Raises UsageError if this member is refused itself, as by the end of its certificate.
+    """
     path = Path(directory) / "manifest.json"
     if not path.is_file():
         raise UsageError(f"sign: expected a dataset, got no file {path}. Prepare or import it first.")
+    if (reason := identity.refusal(identity.as_peer)) is not None:
+        raise UsageError(f"sign: {reason}. Renew the certificate: forebay network renew")
     if not identity.scope.covers(name):
         raise UsageError(f"sign: the certificate of {identity.name} does not cover dataset {name!r}")
     try:
@@ -75,19 +82,32 @@ def sign_dataset(
         raise UsageError(
             f"origin: expected a URL of https, s3, gs or az without user, query or fragment, at most 16, got {origins}"
         ) from error
-    output = path.with_name(SIGNATURE_NAME)
+    now, certificate = time.time(), pem_of(identity.certificate).decode()
     if serial is None:
-        serial = max(int(time.time()), _last_serial(output, identity) + 1)
-    expires_at = time.time() + valid_days * 86400
-    certificate = pem_of(identity.certificate).decode()
-    publication = Publication(dataset_id, name, identity.peer_id, serial, expires_at, urls, certificate, "", 3)
+        serial = time.time_ns() // 1000
+    expires_at = now + valid_days * 86400
+    publication = Publication(dataset_id, name, identity.peer_id, serial, now, expires_at, urls, certificate, "", 4)
     publication = replace(publication, signature=identity.sign(publication.signed_bytes()).hex())
-    atomic_write(output, _PUBLICATION.dump_json(publication, indent=1) + b"\n")
+    atomic_write(path.with_name(SIGNATURE_NAME), _PUBLICATION.dump_json(publication, indent=1) + b"\n")
     return publication
 
 
+def sign_again(identity: Identity, directory: Path) -> None:
+    """Sign a valid publication of this publisher again if its certificate was renewed since; its expiry stays.
+
+    Raises OSError if there is none or it cannot be written, ProtocolError if it is not valid any more.
+    """
+    with (directory / SIGNATURE_NAME).open("rb") as file:
+        old = read_publication(file.read(MAX_SIGNATURE_BYTES), identity)
+    if old.publisher == identity.peer_id and old.certificate != pem_of(identity.certificate).decode():
+        sign_dataset(
+            identity, directory, old.name, old.dataset_id, origins=old.origins, serial=old.serial,
+            valid_days=(old.expires_at - time.time()) / 86400,
+        )  # fmt: skip
+
+
 def read_publication(data: bytes, identity: Identity) -> Publication:
-    """Parse a publication; verify that a member of this network signed it and that it has not expired.
+    """Parse a publication; verify that a member of this network signed it, and that both are still valid.
 
     Raises ProtocolError.
     """
@@ -97,17 +117,21 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
         signature = bytes.fromhex(publication.signature)
     except (ValueError, OverflowError) as error:
         raise ProtocolError(
-            f"publication: expected format 3, got: {' '.join(str(error).split())[:400]}. "
+            f"publication: expected format 4, got: {' '.join(str(error).split())[:400]}. "
             "Its publisher signs it again: forebay network sign"
         ) from error
     publisher, name = publication.publisher, publication.name
-    # Only the publication's expiry is checked, not the certificate's: short-lived certificates need no new signature.
     peer = verify_certificate(der_of(certificate), identity.root)
     if peer.peer_id != publisher:
         raise ProtocolError(f"publication: expected a certificate of {publisher[:40]}, got one of {peer.peer_id}")
     verify(peer.public_key, publication.signed_bytes(), signature)
-    if (reason := identity.revocations.reason(peer)) is not None:
-        raise ProtocolError(f"dataset {name!r}: its publisher is refused: {reason}")
+    if (reason := identity.refusal(peer)) is not None:
+        raise ProtocolError(
+            f"dataset {name!r}: its publisher is refused: {reason}. "
+            "With a valid certificate it signs again: forebay network sign"
+        )
+    if not peer.valid_from <= publication.signed_at <= peer.valid_until:
+        raise ProtocolError(f"dataset {name!r}: its signature is dated before or after its publisher's certificate")
     if not peer.scope.covers(name):
         raise ProtocolError(f"dataset {name!r}: the certificate of its publisher does not cover the name")
     if not time.time() < publication.expires_at:
@@ -199,12 +223,3 @@ def _update_serials(identity: Identity, publications: Collection[Publication]) -
             "or remove the file if it is damaged."
         ) from error
     return newest
-
-
-def _last_serial(path: Path, identity: Identity) -> int:
-    """The serial of this publisher's signature in a file; 0 if there is none."""
-    try:
-        body = json.loads(path.read_bytes())
-        return int(body["serial"]) if body["publisher"] == identity.peer_id else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0

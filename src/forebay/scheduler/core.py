@@ -60,7 +60,6 @@ class SchedulerCore:
         self.paused = False
         self.failures: dict[int, dict[str, str]] = {}  # slice to worker to the reason
         self.reasons: dict[int, str] = {}  # of slices set aside
-        self.enlisted: set[str] = set()
         # (peer, slice) to the reporters of wrong bytes, each with the reason; they count for the reporters alone.
         self.reports: dict[tuple[str, int], dict[str, str]] = {}
         self._salt, self._checks = salt, checks
@@ -384,8 +383,6 @@ class SchedulerCore:
         """Change the state by an event, a new one or a replayed one. LeaseError if it contradicts the state."""
         table = self.table
         match event:
-            case events.WorkerEnlisted(worker, _, _):
-                self.enlisted.add(worker)
             case events.LeaseGranted(lease_id, worker, session, _, index, start, stop):
                 table.grant(lease_id, (worker, session), (index, start, stop), now)
             case events.UsesRecorded(worker, uses, _):
@@ -475,7 +472,6 @@ class SchedulerCore:
             "paused": self.paused,
             "failures": list(self.failures.items()),
             "reasons": list(self.reasons.items()),
-            "enlisted": sorted(self.enlisted),
             "reports": [[*key, reporters] for key, reporters in self.reports.items()],
         }
 
@@ -485,7 +481,6 @@ class SchedulerCore:
         self.paused = saved["paused"]
         self.failures = {index: dict(workers) for index, workers in saved["failures"]}
         self.reasons = dict(saved["reasons"])
-        self.enlisted = set(saved["enlisted"])
         for peer_id, index, reporters in saved["reports"]:
             for reporter, reason in reporters.items():
                 self.apply(events.ProviderReported(peer_id, index, reporter, reason), now)

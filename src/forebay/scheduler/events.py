@@ -6,10 +6,13 @@ from forebay.ledger.chain import Used
 
 
 class WorkerEnlisted(NamedTuple):
-    """A worker uses samples for the first time; `key` is its public key in hex."""
+    """A worker uses samples for the first time, or after its last certificate ended. It changes no state.
+
+    `certificate` is DER in base64.
+    """
 
     worker: str
-    key: str
+    certificate: str
     name: str
 
 

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from forebay.closing import Closing
 from forebay.errors import LeaseError, LedgerError, StateError
 from forebay.ledger.chain import Checkpoint, Entry, Used
-from forebay.ledger.index import encode_runs
+from forebay.ledger.index import Job, encode_runs
 from forebay.ledger.writer import Ledger, Signer
 from forebay.machine import own_directory
 from forebay.scheduler import events
@@ -87,6 +87,7 @@ class Journal(Closing):
 
     def __post_init__(self) -> None:
         self.broken = ""
+        self.enlisted: dict[str, float] = {}  # when the certificate of a worker ends that this process recorded
         self._files = contextlib.ExitStack()
         self._pending = _PendingWrite()
         self._put = 0
@@ -278,8 +279,7 @@ def _read_meta(database: sqlite3.Connection, key: str) -> dict[str, Any]:
 
 
 def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
-    if first.kind != "job":
-        raise LedgerError(f"ledger {path}: expected a job entry first, got {first.kind}. It is not a ledger of ours.")
+    Job.of(first)
     for key in _IDENTITY:
         if first.body.get(key) != body.get(key):
             ours, theirs = str(body.get(key))[:70], str(first.body.get(key))[:70]

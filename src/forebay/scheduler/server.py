@@ -371,13 +371,11 @@ class SchedulerService:
                 text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
                 raise ApiError(429, "too_many_sessions", text, 10.0)
             faults = self._catalog.faults_of(session, message.reports)
-            enlisted: list[Event] = []
-            if message.uses and peer.peer_id not in journal.core.enlisted:  # the ledger alone proves its receipts
-                enlisted.append(WorkerEnlisted(peer.peer_id, peer.public_key.hex(), peer.name))
             result, new = journal.core.exchange(peer.peer_id, message, now, organisation=peer.org, faults=faults)
-            for event in enlisted:
-                journal.core.apply(event)
-            ticket = journal.put([*enlisted, *new])
+            if message.uses and journal.enlisted.get(peer.peer_id, 0.0) < time.time():  # the ledger alone is a proof
+                journal.enlisted[peer.peer_id] = peer.valid_until
+                new = [WorkerEnlisted(peer.peer_id, peer.certificate, peer.name), *new]
+            ticket = journal.put(new)
             self._count(peer, message, new, now)
             self._num_exchanges += 1
             self._core_s += time.perf_counter() - started

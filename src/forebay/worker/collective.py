@@ -12,6 +12,7 @@ coordinator's workers train over ordinary networks; on one machine's GPUs DDP is
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -31,11 +32,16 @@ import torch.distributed as dist
 WAIT_S = 1.0  # of one request for a value at the coordinator
 MAX_POSITION_BYTES = 64 << 20  # of a rank's places in the data
 MAX_STATE_RATIO = 8  # of an optimizer's state to the model's bytes; Adam's is 2
-Meet = Callable[[str, bytes | None, float], bytes | None]
+Meet = Callable[[int, str, bytes | None, float], bytes | None]
+_GLOO_KEY = re.compile(r"//cpu//\d+/(?:rank_)?(\d+)$")  # of the address that a rank publishes
 
 
 class CoordinatorStore(dist.Store):  # type: ignore[misc]
     """The key-value store of a rendezvous, kept by the coordinator for the members of a generation.
+
+    Each rank sets its own keys only. Gloo has a key for each rank's address, in its name; all other keys are set by
+    rank 0, as NCCL's id is. There is no counter or other key that several ranks change (add, compare_set, delete_key):
+    no backend used here needs one.
 
     Args:
         meet: Sets a value under a key, or waits for one: see `Membership.meet`.
@@ -51,7 +57,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         deadline = time.monotonic() + self._timeout_s
-        while (value := self._request(key, None)) is None:
+        while (value := self._request(key, None, WAIT_S)) is None:
             if self._abandon() or time.monotonic() > deadline:
                 raise RuntimeError("not all ranks joined")
         return value
@@ -61,11 +67,12 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
             self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        return all(self._meet(key, None, 0.0) is not None for key in keys)
+        return all(self._request(key, None) is not None for key in keys)
 
-    def _request(self, key: str, value: bytes | None) -> bytes | None:
+    def _request(self, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
+        match = _GLOO_KEY.search(key)
         try:
-            return self._meet(key, value, WAIT_S if value is None else 0.0)
+            return self._meet(int(match[1]) if match else 0, key, value, wait_s)
         except NetworkError as error:
             raise RuntimeError(str(error)) from error
 
@@ -92,6 +99,7 @@ class Collective:
         timeout = timedelta(seconds=timeout_s)
         with self._losing("met"):
             store = CoordinatorStore(meet, timeout_s, abandon)
+            os.environ.setdefault("TORCH_NCCL_RANKS_PER_ROOT", "1024")  # above 128 ranks others set keys, too
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=generation.rank, world_size=generation.world_size, timeout=timeout

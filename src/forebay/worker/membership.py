@@ -111,15 +111,15 @@ class Membership(MembershipState):
         """
         return self._drive(self.crossing(step, stop=stop, broken=broken, holds=holds))
 
-    def meet(self, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
+    def meet(self, rank: int, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
         """Set a value for the ranks of this generation; with None wait for it up to `wait_s`. From any thread.
 
-        NetworkError if the coordinator does not answer, or the generation has changed.
+        Args:
+            rank: The rank that sets the key. Each has keys of its own, which no other can set.
+
+        NetworkError if the coordinator does not answer, the key is another rank's, or the generation has changed.
         """
-        body = {
-            "worker_id": self.worker_id, "session": self.session, "generation": self.generation.number,
-            "key": key, "wait_s": wait_s,
-        }  # fmt: skip
+        body = {**self._me(), "generation": self.generation.number, "rank": rank, "key": key, "wait_s": wait_s}
         if value is not None:
             body["value"] = base64.b64encode(value).decode()
         answer = self._send(Request("/v1/members/meet", body, wait_s), wait_s + ANSWER_S).get("value")

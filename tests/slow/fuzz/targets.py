@@ -49,7 +49,7 @@ from forebay.network.discovery import Claim, parse_claim
 from forebay.network.join import read_token
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider
-from forebay.network.pki.certificates import Issuer, der_of, verify_certificate
+from forebay.network.pki.certificates import Issuer, der_of, peer_of, verify_certificate
 from forebay.network.pki.files import read_certs, read_key
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
@@ -238,7 +238,9 @@ def ledger(directory: Path, identity: Identity) -> Target:
     created = Ledger.open(path, identity.sign)
     job = {"epochs": 1, "samples_per_slice": [[2, 8]], "dataset_id": "0" * 64, "seed": 1, "lease_s": 30.0}
     created.append("job", {"scheduler": identity.public_key.hex(), **job})
-    created.append("worker", {"peer_id": identity.peer_id, "key": identity.public_key.hex(), "name": "w"})
+    created.append(
+        "worker", {"worker": identity.peer_id, "certificate": identity.as_peer.certificate, "name": identity.name}
+    )
     receipt = identity.sign(receipt_message("0" * 64, uses)).hex()
     created.append("uses", {"worker": identity.peer_id, "uses": [["l1", 0, 0, 0, 8, 1]], "receipt": receipt})
     created.append("set_aside", {"epoch": 0, "slice": 1, "start": 0, "stop": 8, "reason": "r"})
@@ -254,7 +256,7 @@ def ledger(directory: Path, identity: Identity) -> Target:
             before = hashlib.sha256(b"{" + rest).hexdigest().encode()
             lines.append(b'{"hash":"' + before + b'",' + rest)
         other.write_bytes(b"\n".join([*lines, b""]))
-        verify_ledger(other, verify=verify)
+        verify_ledger(other, verify=verify, certify=peer_of)
 
     return Target(run, [path.read_bytes()])
 
@@ -346,8 +348,9 @@ def tokens(directory: Path, identity: Identity) -> Target:
 @target
 def publications(directory: Path, identity: Identity) -> Target:
     seed = {
-        "format": 3, "dataset_id": "0" * 64, "name": "tiny", "publisher": identity.peer_id, "serial": 1, "origins": [],
+        "format": 4, "dataset_id": "0" * 64, "name": "tiny", "publisher": identity.peer_id, "serial": 1, "origins": [],
         "certificate": (identity.node_dir / "node-cert.pem").read_text(), "expires_at": 1e10, "signature": "0" * 128,
+        "signed_at": 1e9,
     }  # fmt: skip
     seeds = [seed, {**seed, "expires_at": 10**400}, {**seed, "origins": ["https://[h/"]}]
     return Target(lambda data: read_publication(data, identity), [json.dumps(item).encode() for item in seeds])

@@ -14,9 +14,8 @@ from forebay import Loader, Mixture, NetworkOptions
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.ledger.verify import verify_ledger
 from forebay.network.discovery import record_key
-from forebay.network.pki.identity import verify
+from support.ledgers import certified
 from support.liars import Liar
 from support.nodes import Network
 from support.waiting import until
@@ -118,5 +117,5 @@ def test_proofs_are_not_judged_by_a_data_node_that_lies(network: Network, monkey
         assert any(name == "scheduler" for name, _ in liar.requests)
     num_samples = len(sample_ids(dataset))
     assert [epochs.count(epoch) for epoch in range(4)] == [num_samples] * 4
-    report = verify_ledger(service.ledger_path, service.identity.public_key, verify)
+    report = certified(service.ledger_path, service.identity.node_dir, public_key=service.identity.public_key)
     assert report.ok and [epoch["samples"] for epoch in report.epochs] == [num_samples] * 4

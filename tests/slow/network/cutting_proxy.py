@@ -39,14 +39,14 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
-from forebay.ledger.verify import verify_ledger
 from forebay.load.loader import Loader
 from forebay.load.options import NetworkOptions
 from forebay.network.client import Client
-from forebay.network.pki.identity import Identity, verify
+from forebay.network.pki.identity import Identity
 from forebay.scheduler.server import SchedulerService
 from forebay.storage.hosts import parse_address
 from support.chunk_checks import check_chunks
+from support.ledgers import certified
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset, make_network
 
@@ -375,7 +375,7 @@ class Job:
                 self.faults.append(f"{name}: {error}")
 
     def _prove(self):
-        report = verify_ledger(self.folder / "state" / "ledger.jsonl", verify=verify)
+        report = certified(self.folder / "state" / "ledger.jsonl", self._homes[NODES[0]])
         counts = [(epoch["epoch"], epoch["samples"], epoch["missing"], epoch["repeated"]) for epoch in report.epochs]
         if not report.ok or counts != [(epoch, SAMPLES, 0, 0) for epoch in range(EPOCHS)]:
             self.faults.append(f"ledger: {report}"[:2000])

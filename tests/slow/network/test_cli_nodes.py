@@ -13,9 +13,8 @@ import pytest
 from forebay.cli import main
 from forebay.coordinator.server import Coordinator
 from forebay.errors import NetworkError
-from forebay.ledger.verify import verify_ledger
 from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
-from forebay.network.pki.identity import verify
+from support.ledgers import certified
 from support.nodes import HOST, NAME, PACED_READER, Bootstrap, Network, make_dataset, make_network
 from support.ports import free_port
 from support.processes import Start
@@ -93,7 +92,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of
     assert sum(report["samples"] - report["wasted_samples"] for report in reports) == 10 * 50
     assert scheduler.wait() == 1
     assert "got 50 unused, of slices set aside: 4" in scheduler.messages[-1]
-    result = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
+    result = certified(tmp_path / "state" / "ledger.jsonl", network.homes["data"])
     assert [epoch["set_aside"] for epoch in result.epochs] == [50] and result.epochs[0]["missing"] == 0
     again = start(*words)  # To exit, it would wait for five seconds only.
     status = start(*f"status {again.ready()['address']} --identity {network.homes['w1']} --timeout 60".split())

@@ -171,7 +171,7 @@ def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(star
 def test_over_mutual_tls_sessions_and_values_belong_to_their_certificates(
     make_identity: Make,
 ) -> None:
-    """Ranks find each other by values, which are of their generation alone."""
+    """Ranks find each other by values, which are of their generation alone; each rank sets its own."""
     with (
         Coordinator(identity=make_identity("coordinator"), rules=Rules(min_workers=2)) as server,
         Client(make_identity("thief")) as thief,
@@ -181,21 +181,27 @@ def test_over_mutual_tls_sessions_and_values_belong_to_their_certificates(
             Membership(f"http://{server.address}", identity=members[0])
         with Membership(url, "a", identity=members[0]) as a, Membership(url, "b", identity=members[1]) as b:
             join_all(a, b)
-            assert b.meet("0/0", None) is None
-            late = threading.Timer(0.2, a.meet, ("0/0", b"\x00address of a\xff"))
+            ranks = a.generation.rank, b.generation.rank
+            assert b.meet(ranks[0], "0/0", None) is None
+            late = threading.Timer(0.2, a.meet, (ranks[0], "0/0", b"\x00address of a\xff"))
+            for value in (b"of b", b"also of b"):  # the first value of a rank's key counts
+                assert b.meet(ranks[1], "0/0", value) == b"of b"
+                with pytest.raises(RemoteError, match="expected a key of its own, got one of rank"):
+                    b.meet(ranks[0], "0/0", value)
             late.start()
-            assert b.meet("0/0", None, 30.0) == b"\x00address of a\xff"
+            assert b.meet(ranks[0], "0/0", None, 30.0) == b"\x00address of a\xff"
             late.join()
-            assert b.meet("0/0", b"another") == a.meet("0/0", None) == b"\x00address of a\xff"
+            assert a.meet(ranks[1], "0/0", None) == b"of b"
             for index in range(MAX_VALUES - 1):
-                a.meet(f"1/{index}", b"x")
+                a.meet(ranks[0], f"1/{index}", b"x")
             with pytest.raises(RemoteError, match="at most"):
-                a.meet("2/0", b"x")
-            assert b.meet("2/0", b"of b") is not None  # another rank has room of its own
-            body = {"worker_id": "a", "session": a.session, "generation": 1, "key": "0/0"}
+                a.meet(ranks[0], "2/0", b"x")
+            assert b.meet(ranks[1], "2/0", b"of b") is not None  # another rank has room of its own
+            body = {"worker_id": "a", "session": a.session, "generation": 1, "rank": ranks[0], "key": "0/0"}
             owner = Client(members[0])
             for client, verb, changes, message in (
-                (thief, "leave", {"step": 0, "key": None}, "another peer"), (thief, "meet", {}, "another peer"),
+                (thief, "leave", {"step": 0, "key": None, "rank": None}, "another peer"),
+                (thief, "meet", {}, "another peer"),
                 (thief, "meet", {"worker_id": "c"}, "no member of it"),
                 (owner, "meet", {"generation": 2}, "no member of it"),
             ):  # fmt: skip

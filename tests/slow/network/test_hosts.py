@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from forebay.ledger.verify import verify_ledger
-from forebay.network.pki.identity import verify
 from support.forks import Process
 from support.hosts import Host, Lab, lacking
+from support.ledgers import certified
 from support.nodes import NAME, PACED_READER, make_dataset, make_network
 from support.waiting import until
 
@@ -39,7 +38,7 @@ class Job:
             assert process.wait(600.0) == 0, f"{name}: {process.wait(0.0)} {process.errors()}"
         self.nodes["scheduler"].kill(signal.SIGTERM)
         assert self.nodes["scheduler"].wait() == 0, self.nodes["scheduler"].errors()
-        report = verify_ledger(self.directory / "state" / "ledger.jsonl", verify=verify)
+        report = certified(self.directory / "state" / "ledger.jsonl", self.directory / "network")
         samples = (NUM_SLICES - 1) * (TOKENS // SEQ_LEN)
         assert report.ok and report.epochs == [{"epoch": 0, "samples": samples, "missing": 0, "repeated": 0}], report
         return {name: process.lines()[-1]["report"] for name, process in workers.items()}

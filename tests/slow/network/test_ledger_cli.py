@@ -9,6 +9,7 @@ import pytest
 from forebay import prepare_dataset
 from forebay.cli import main
 from forebay.dataset.reader import open_dataset
+from forebay.network.pki.identity import create_network
 from support.nodes import Network
 
 
@@ -35,7 +36,13 @@ def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_ba
     report = json.loads(run("verify", "--samples", "--json"))
     samples = sum(map(len, seen))
     assert report["ok"] and report["epochs"] == [{"epoch": 0, "samples": samples, "missing": 0, "repeated": 0}]
-    assert "ok:" in run("verify")
+    create_network(tmp_path / "other", "test")
+    assert not report["certified"] and report["scheduler"] == service.identity.peer_id
+    for code, root in enumerate((network.directory / "network", tmp_path / "other")):
+        assert json.loads(run("verify", "--json", "--root", root / "root-cert.pem", code=code))["certified"]
+    run("verify", "--key", "11" * 32, code=1)
+    assert "keys were not checked against a network" in run("verify")
+    assert "workers are certified" in run("verify", "--identity", network.homes["data"])
     for step in (1, len(seen)):
         (part,) = json.loads(run("blame", "--step", step, "--worker", "w1", *of_dataset, "--json"))["parts"]
         assert part["samples"] == seen[step - 1] and part["exact"]

@@ -10,12 +10,12 @@ import pytest
 from forebay.cli import main
 from forebay.errors import StateError
 from forebay.ledger.chain import read_entries
-from forebay.ledger.verify import verify_ledger
 from forebay.network.client import RemoteError
 from forebay.network.peer import Scope
-from forebay.network.pki.identity import Identity, join, revoke, verify
+from forebay.network.pki.identity import Identity, join, revoke
 from forebay.observe.ledger_queries import replay
 from support.exchanges import ExchangeClient
+from support.ledgers import certified
 from support.nodes import NAME, Network, make_dataset
 from support.processes import Start
 from support.waiting import until
@@ -132,7 +132,7 @@ def test_a_slice_set_aside_and_a_restart_with_no_data_node(
     service.stop()
     node.stop()  # What the job is about is in the state directory.
     assert network.schedule(seq_len=SEQ_LEN, max_failures=2, wait_s=600.0).is_done()
-    assert verify_ledger(service.ledger_path, verify=verify, replay=replay).ok
+    assert certified(service.ledger_path, home, replay=replay).ok
     entries = list(read_entries(service.ledger_path))
     uses = [entry.body for entry in entries if entry.kind == "uses"]
     assert uses and all(len(row) == 7 for body in uses for row in body["uses"])

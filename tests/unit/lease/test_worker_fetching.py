@@ -119,7 +119,7 @@ def test_changes_of_the_cache_are_reported_once(worker: FetchingWorker, make_nod
     rows = [SliceInfo(i, f"{i}.safetensors", len(CONTENT), sha256, 9, 1) for i, sha256 in enumerate(hashes)]
     dataset = SimpleNamespace(table=SliceTable.from_rows(rows), name="j", id=DATASET)
     index = CacheIndex(worker.cache, dataset)
-    assert index.sizes[SHA256] == (len(CONTENT), "j") and index.changes() == {}
+    assert index.sizes[SHA256] == (len(CONTENT), "j", 65536) and index.changes() == {}
     worker.fetched(lease(worker, make_node("a")))
     assert index.changes() == {DATASET: "3"}
     index.mark_reported({DATASET: "3"})

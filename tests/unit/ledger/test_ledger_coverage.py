@@ -18,7 +18,7 @@ from forebay.ledger.index import open_index
 from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.observe.ledger_queries import replay
-from support.ledgers import KEY, WORKER, check, sign, write_job
+from support.ledgers import KEY, WORKER, WORKER_KEY, certificate_of, sign, verified, write_job
 from support.paths import GOLDEN
 
 
@@ -66,7 +66,7 @@ def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path) -> None:
     path = tmp_path / "l"
     write_job(path, USES)
     append(path, ("epoch", {"epoch": 0, "samples": 13}))
-    assert verify_ledger(path, KEY, check).ok
+    assert verified(path).ok
     append(path, ("uses", {"worker": WORKER, "uses": [Used("c", 0, 2, 0, 5, 9).to_row()], "receipt": ""}))
     assert "which had ended" in str(verify_ledger(path).problems)
     append(path, ("epoch", {"epoch": 0}))
@@ -86,16 +86,38 @@ def test_set_aside_is_told_from_missing(tmp_path: Path) -> None:
 
 def test_forged_repeated_and_moved_receipts_are_named(tmp_path: Path) -> None:
     write_job(tmp_path / "forged", USES, forge=0)
-    report = verify_ledger(tmp_path / "forged", KEY, check)
+    report = verified(tmp_path / "forged")
     assert not report.intact and report.problems[0].startswith("entry 2 (uses)")
     write_job(tmp_path / "twice", [*USES, USES[1]])
-    report = verify_ledger(tmp_path / "twice", KEY, check)
+    report = verified(tmp_path / "twice")
     assert report.repeated == [{"epoch": 0, "slice": 0, "start": 4, "stop": 8, "entry": 3}]
     write_job(tmp_path / "moved", [USES[1], USES[0], USES[2]])
-    assert "out of order: lease a of slice 0" in verify_ledger(tmp_path / "moved", KEY, check).problems[0]
+    assert "out of order: lease a of slice 0" in verified(tmp_path / "moved").problems[0]
     write_job(tmp_path / "skipped", [USES[0], Used("a", 0, 0, 6, 8, 4)])
-    report = verify_ledger(tmp_path / "skipped", KEY, check)
+    report = verified(tmp_path / "skipped")
     assert "expected 4" in report.problems[0] and report.missing[0] == {"epoch": 0, "slice": 0, "start": 4, "stop": 6}
+
+
+VALID, ENDED = certificate_of(WORKER_KEY, stop=-55), certificate_of(WORKER_KEY, stop=-56)
+
+
+@pytest.mark.parametrize(
+    "certificates, problem",
+    [
+        ([""], "expected a certificate of worker"),
+        ([certificate_of(b"x" * 32)], "is not that of worker"),
+        ([certificate_of(WORKER_KEY, start=6)], "no certificate in this ledger that was valid then"),
+        ([VALID, ENDED], "no certificate in this ledger that was valid then"),
+        ([ENDED, VALID], ""),
+    ],
+)
+def test_a_worker_is_believed_by_its_last_certificate_if_it_was_valid_then(
+    tmp_path: Path, certificates: list[str], problem: str
+) -> None:
+    write_job(tmp_path / "l", USES, certificates=certificates)
+    report = verified(tmp_path / "l")
+    assert report.ok == (not problem) and problem in str(report.problems)
+    assert verify_ledger(tmp_path / "l").ok == (certificates != [""])
 
 
 def test_receipts_by_sample_ids(tmp_path: Path) -> None:
@@ -103,10 +125,10 @@ def test_receipts_by_sample_ids(tmp_path: Path) -> None:
     job = open_index(tmp_path / "plain").job
     signed = [Used(*use.to_row(), replay(job, use.epoch, use.slice, use.start, use.stop)[1]) for use in USES]
     write_job(tmp_path / "right", signed)
-    assert verify_ledger(tmp_path / "right", KEY, check, replay).ok
+    assert verified(tmp_path / "right", replay=replay).ok
     write_job(tmp_path / "wrong", [signed[0], Used(*USES[1].to_row(), signed[0].digest), signed[2]])
-    assert verify_ledger(tmp_path / "wrong", KEY, check).ok
-    assert "it read other samples" in verify_ledger(tmp_path / "wrong", KEY, check, replay).problems[0]
+    assert verified(tmp_path / "wrong").ok
+    assert "it read other samples" in verified(tmp_path / "wrong", replay=replay).problems[0]
 
 
 # Writing.
@@ -130,7 +152,7 @@ def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(
     ):  # fmt: skip
         with Ledger.open(path, sign, checkpoint=replace(mark, **change)) as ledger:
             assert ledger.next_seq == mark.seq + 2 and ledger.read_bytes == path.stat().st_size
-    assert verify_ledger(path, KEY, check).intact
+    assert verified(path).intact
     assert Checkpoint.from_json({"seq": 1}) is None and Checkpoint.from_json(None) is None
 
 
@@ -144,7 +166,7 @@ def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path) -> None
         file.write(forged.line + b"\n")
     with pytest.raises(LedgerError, match="not signed with this scheduler's key"):
         Ledger.open(path, sign)
-    report = verify_ledger(path, KEY, check)
+    report = verified(path)
     assert not report.intact and "entry 4 (paused): it is not signed" in report.problems[0]
 
 
@@ -194,9 +216,9 @@ def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(
 
 
 def test_the_form_on_disk(tmp_path: Path) -> None:
-    """The bytes of format 1: a change of them changes what all ledgers are."""
+    """The bytes of format 3: a change of them changes what all ledgers are."""
     path = tmp_path / "l"
     write_job(path, USES)
     golden = GOLDEN / "ledger.jsonl"
     assert path.read_bytes() == golden.read_bytes()
-    assert verify_ledger(golden, KEY, check).ok and not verify_ledger(golden, b"x" * 32, check).ok
+    assert verified(golden).ok and not verified(golden, b"x" * 32).ok

@@ -88,3 +88,19 @@ def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(
             assert refused and refused in str(error)
         else:
             assert len(got) == row.bytes and not refused
+
+
+def test_the_bytes_of_a_slice_of_two_datasets_count_for_the_one_that_allows_it(tmp_path: Path) -> None:
+    """The first one, until its quota is used."""
+    with ExitStack() as stack:
+        network = Network(tmp_path, stack, "reader")
+        first = make_dataset(tmp_path / "tiny", 3, 40)
+        second = extend(first, tmp_path / "other", "other")
+        row, path = first.table.row(1), tmp_path / "access.toml"
+        rules = (f'[[dataset]]\nid = "{each.id}"\nbytes_per_day = {row.bytes}\n' for each in (first, second))
+        path.write_text("".join(rules))
+        node, client = network.serve(first, second, access=(access := AccessPolicy(path))), network.client("reader")
+        for _ in range(2):
+            client.get_bytes(node.address, f"/v1/slices/{row.sha256}", 1 << 20)
+        used = dict(access._usage._database.execute("SELECT dataset, bytes FROM used"))
+        assert used == {first.id: row.bytes, second.id: row.bytes}

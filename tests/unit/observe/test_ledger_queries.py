@@ -56,7 +56,7 @@ def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = Fals
         body = {"dataset_id": dataset.id, "seed": 9, "seq_len": SEQ_LEN, "layout": "tokens", "scheduler": KEY.hex()}
         ledger.append("job", {**body, "samples_per_slice": encode_runs(samples)}, sync=False)
         for name, peer in PEERS.items():
-            ledger.append("worker", {"worker": peer, "key": (name[1] * 32).encode().hex(), "name": name}, sync=False)
+            ledger.append("worker", {"worker": peer, "certificate": "", "name": name}, sync=False)
         for epoch in range(epochs):
             for index, count in enumerate(samples.tolist()):
                 name = f"w{(epoch + index) % 2}"

@@ -12,6 +12,7 @@ import datetime as dt
 import functools
 import json
 import re
+from base64 import b64encode
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -250,7 +251,8 @@ def authority(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
 
 def _verified(peer: Peer, *chain: x509.Certificate) -> Peer:
     start = max(cert.not_valid_before_utc.timestamp() for cert in chain)
-    return replace(peer, valid_from=start, valid_until=min(cert.not_valid_after_utc.timestamp() for cert in chain))
+    stop = min(cert.not_valid_after_utc.timestamp() for cert in chain)
+    return replace(peer, certificate=b64encode(der_of(chain[0])).decode(), valid_from=start, valid_until=stop)
 
 
 def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str, whose: str) -> None:
