@@ -488,9 +488,10 @@ class SchedulerCore:
         return self._take_events()
 
     def pardon(self, peer_id: str) -> list[Event]:
-        """Drop the reports about a peer, and lift its ban; no event if there are none."""
-        if peer_id in self.banned or any(peer == peer_id for peer, _ in self.reports):
-            self._emit(events.PeerBanned(peer_id, False), 0.0)
+        """Drop the reports about a peer, and lift its ban. LeaseError if there are none."""
+        if peer_id not in self.banned and all(peer != peer_id for peer, _ in self.reports):
+            raise LeaseError(f"pardon: expected a peer with reports about it, got {peer_id[:64]!r}.")
+        self._emit(events.PeerBanned(peer_id, False), 0.0)
         return self._take_events()
 
     # Persistence.

@@ -1,4 +1,4 @@
-"""Files of networks, organisations and nodes: create, read and renew.
+"""Files of networks, organisations and nodes: create a network, read and write.
 
 A network's directory contains root-key.pem, root-cert.pem and network.json; an organisation's org-key.pem, org-cert.pem
 and copies of the last two; a node's node-key.pem, node-cert.pem (followed by its organisation's) and the same copies.
@@ -12,12 +12,12 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InternalError, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import TypeAdapter, ValidationError
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.network.peer import UNBOUNDED, Peer, Scope
+from forebay.network.peer import Peer
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.storage.hosts import HostPort
@@ -57,23 +57,6 @@ def create_network(directory: str | Path, name: str, bootstrap: Sequence[HostPor
     return config.network_id
 
 
-def create_organisation(
-    network_dir: str | Path, out_dir: str | Path, name: str, scope: Scope = UNBOUNDED, *,
-    valid_days: float = certificates.ORG_VALID_DAYS,
-) -> str:  # fmt: skip
-    """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
-    folder = Path(out_dir)
-    check_name("organisation", name)
-    if (folder / "org-key.pem").exists():
-        raise UsageError(f"organisation: {folder} already holds one (org-key.pem). Choose another directory.")
-    key = Ed25519PrivateKey.generate()
-    cert = certificates.issue(read_issuer(network_dir), name, key.public_key(), scope, valid_days, organisation=True)
-    write_key(folder / "org-key.pem", key)
-    atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
-    copy_shared(Path(network_dir), folder)
-    return peer_in(cert).peer_id
-
-
 def is_issuer(directory: Path) -> bool:
     """Whether a directory is a network's or an organisation's: it has a key that signs certificates."""
     return any((directory / name).exists() for name in ("root-key.pem", "org-key.pem"))
@@ -83,31 +66,17 @@ def read_issuer(directory: str | Path) -> Issuer:
     """The issuer of a network's or an organisation's directory. Raises UsageError."""
     folder = Path(directory)
     read_network(folder)
+    if not is_issuer(folder):
+        raise UsageError(
+            f"issuer: expected the directory of a network or an organisation, got one without its key ({folder}). "
+            "Give the directory that `forebay network init` or `forebay network org` made."
+        )
     kind = "org" if (folder / "org-key.pem").exists() else "root"
     key = read_key(folder / f"{kind}-key.pem")
     cert = read_certs(folder / f"{kind}-cert.pem")[0]
     if peer_in(cert).public_key != key.public_key().public_bytes_raw():
         raise UsageError(f"key: {kind}-cert.pem is of another key than {kind}-key.pem ({folder}). Restore both.")
     return Issuer(key, cert, kind == "root")
-
-
-def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float) -> str:
-    """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
-    folder = Path(org_dir)
-    old = read_issuer(folder)
-    name = peer_in(old.cert).name
-    cert = certificates.issue(
-        read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True
-    )
-    atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
-    copy_shared(Path(network_dir), folder)
-    return old.peer_id
-
-
-def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float) -> bytes:
-    """Issue a node-cert.pem: the node's certificate, followed by its organisation's."""
-    cert = certificates.issue(issuer, name, key, scope, valid_days)
-    return certificates.pem_of(cert) if issuer.is_root else certificates.pem_of(cert, issuer.cert)
 
 
 def check_new_node(folder: Path, name: str) -> None:
@@ -204,13 +173,3 @@ def read_root(folder: Path) -> bytes:
             f"{error} ({folder}). Copy root-cert.pem and network.json from the network's directory."
         ) from error
     return root
-
-
-def copy_shared(source: Path, folder: Path) -> None:
-    """Copy the files that members need; CRLs and revoked.txt that a node already has stay."""
-    crls = [path.relative_to(source) for path in source.glob("crls/*.pem")]
-    missing = [path for path in (Path("revoked.txt"), *crls) if not (folder / path).exists()]
-    for shared in (Path("root-cert.pem"), Path("network.json"), *missing):
-        if (source / shared).exists():
-            (folder / shared).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            atomic_write(folder / shared, (source / shared).read_bytes())
