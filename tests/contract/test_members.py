@@ -109,11 +109,11 @@ def test_an_owner_lists_members_and_tokens_withdraws_and_revokes_by_name(
     assert f"{token}  withdrawn" in run("network tokens ./net")
     run("network revoke alice ./net")
     shown = run("network revoke bob ./net", 2)
-    assert b in shown and c in shown and "network members" in shown
+    assert b in shown and c in shown
     run(f"network revoke {serial_number_of(b):X} ./net")
     first = json.loads(run("network members ./net --json"))[0]
     run("network revoke bob ./net")  # one is left
-    assert "which none has" in run("network revoke bob ./net", 2)
+    assert "expected the name of a member" in run("network revoke bob ./net", 2)
     rows = {row["peer_id"]: row for row in json.loads(run("network members ./net --json"))}
     assert [rows[id]["state"] for id in (a, b, c, d)] == ["revoked"] * 3 + ["valid"]
     assert first["revoked_at"] == rows[a]["revoked_at"]  # later lists keep when it was

@@ -147,36 +147,28 @@ def _network_members(args: Namespace) -> None:
 
 def _member_rows(directory: Path) -> list[dict[str, Any]]:
     """The last certificate of each member of an issuer, and its state; by name."""
-    from forebay.network.pki.files import read_issuer
     from forebay.network.pki.record import MemberRecord
     from forebay.network.pki.revocation import Revocations
 
-    revocations, rows = Revocations(directory), list[dict[str, Any]]()
+    record, revocations = MemberRecord(directory), Revocations(directory)
     revocations.check()
-    crls, issuers = revocations.crls(), (read_issuer(directory).peer_id, revocations.root_id)
-    for issued in MemberRecord(directory).certificates.values():
-        serial = int(issued.serial, 16)
-        moments = [crls[id].serials[serial] for id in issuers if id in crls and serial in crls[id].serials]
-        state = "revoked" if moments else "valid" if time.time() < issued.expires_at else "expired"
-        rows.append({**asdict(issued), "state": state, "revoked_at": min(moments).timestamp() if moments else None})
-    return sorted(rows, key=lambda row: (row["name"], row["expires_at"]))
+    times = {serial: at for crl in revocations.crls().values() for serial, at in crl.serials.items()}
+    rows = []
+    for issued in sorted(record.certificates.values(), key=lambda issued: (issued.name, issued.expires_at)):
+        revoked_at = times.get(int(issued.serial, 16))
+        state = "revoked" if revoked_at else "valid" if time.time() < issued.expires_at else "expired"
+        rows.append({**asdict(issued), "state": state, "revoked_at": revoked_at and revoked_at.timestamp()})
+    return rows
 
 
 def _find_member(text: str, issuers: list[Path]) -> str:
-    """The peer id of the member of an issuer with this name or serial number; a peer id stays as it is."""
-    from forebay.network.pki.revocation import PEER_ID
-
-    if not issuers or PEER_ID.fullmatch(text):
-        return text
+    """The peer id of the member of an issuer with this name or serial number; else the text, which may be one."""
     rows = [row for directory in issuers for row in _member_rows(directory)]
     found = [row for row in rows if text in (row["name"], row["serial"]) and row["state"] != "revoked"]
-    if len(found) != 1:
+    if len(found) > 1:
         ids = ", ".join(f"{row['peer_id']} until {_date(row['expires_at'])}" for row in found)
-        raise UsageError(
-            f"revoke: expected the name or peer id of a member, got {text!r}, which {ids or 'none'} has. "
-            f"Choose a peer id of `forebay network members {issuers[0]}`."
-        )
-    return str(found[0]["peer_id"])
+        raise UsageError(f"revoke: expected one member, got {text!r}, which {ids} have. Choose one of the peer ids.")
+    return found[0]["peer_id"] if found else text
 
 
 def _network_tokens(args: Namespace) -> None:

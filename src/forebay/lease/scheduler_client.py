@@ -142,7 +142,7 @@ class SchedulerClient:
                 try:
                     self._read(address)
                 except NetworkError as error:
-                    if isinstance(error, RemoteError) and error.code == REVOKED:
+                    if getattr(error, "code", "") == REVOKED:
                         raise
                     self._reason = str(error)
                 else:

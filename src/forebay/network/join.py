@@ -25,7 +25,7 @@ from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
-from forebay.network.pki.files import check_new_node, parse_network, read_key, write_key
+from forebay.network.pki.files import check_new, parse_network, read_key, write_key
 from forebay.network.pki.identity import Identity, write_member
 from forebay.network.pki.record import JoinToken
 from forebay.peer_id import peer_id_of
@@ -95,7 +95,7 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     A repeated attempt after a failure uses the same key, so that it uses the token once.
     """
     folder = Path(out_dir)
-    check_new_node(folder, name)
+    check_new(folder, "node", name)
     token, _, _ = read_token(text)
     pending = folder / PENDING_KEY
     if not pending.exists():

@@ -20,9 +20,8 @@ import pyarrow.compute as pc
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError, package_for
 from forebay.machine import home_directory
-from forebay.network.client import Client, RemoteError
+from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
-from forebay.network.messages import REVOKED
 from forebay.network.peer_source import (
     REQUEST_BYTES,
     FromUrls,
@@ -194,10 +193,10 @@ class PeerOrigin(Origin):
                 self._family or self.id or "",
             )  # fmt: skip
             claims, unsigned = select_published(self.client, claims, () if self._claims else self.publishers, self.id)
+        except PermanentError:
+            raise
         except (NetworkError, OSError) as error:
-            is_final = isinstance(error, RemoteError) and error.code == REVOKED
-            kind = PermanentError if is_final else TransientError
-            raise kind(f"{self.url}: cannot look for peers: {error}") from error
+            raise TransientError(f"{self.url}: cannot look for peers: {error}") from error
         ids = sorted({claim.dataset_id for claim in claims})
         if self.id is None and len(ids) > 1:
             raise UsageError(

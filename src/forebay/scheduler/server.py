@@ -457,13 +457,13 @@ class SchedulerService:
             return status.job_status(self._open_journal().core, time.monotonic())
 
     async def _administer(
-        self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]], **facts: str
+        self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]], **fields: str
     ) -> Response:
         self._check_running()
         peer = peer_of(request)
         self._check_job(peer)
         if await self._change(change):
-            self.identity.record_event(verb, job=self.name, by=peer.peer_id, **facts)
+            self.identity.record_event(verb, job=self.name, by=peer.peer_id, **fields)
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
         return JsonResponse(self._job_status())
 

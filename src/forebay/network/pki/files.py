@@ -8,6 +8,7 @@ Directories have mode 0700, keys 0600; files are replaced atomically.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from cryptography import x509
 from cryptography.exceptions import InternalError, UnsupportedAlgorithm
@@ -33,6 +34,7 @@ class NetworkConfig:
 
 
 _NETWORK = TypeAdapter(NetworkConfig)
+Kind: TypeAlias = Literal["node", "org"]
 
 
 def create_network(directory: str | Path, name: str, bootstrap: Sequence[HostPort] = ()) -> str:
@@ -79,15 +81,15 @@ def read_issuer(directory: str | Path) -> Issuer:
     return Issuer(key, cert, kind == "root")
 
 
-def check_new_node(folder: Path, name: str) -> None:
-    """Raise UsageError if a node's name is invalid, or if its directory has a node already: its certificate.
+def check_new(folder: Path, kind: Kind, name: str) -> None:
+    """Raise UsageError if a name is invalid, or if the directory has a node or an organisation: its certificate.
 
     A key without one is of an attempt that was killed: the next uses it.
     """
-    check_name("node", name)
-    if (folder / "node-cert.pem").exists():
+    check_name(kind, name)
+    if (folder / f"{kind}-cert.pem").exists():
         raise UsageError(
-            f"join: {folder} already holds a node (node-cert.pem). A new key means a new peer id. "
+            f"join: {folder} already holds a member ({kind}-cert.pem). A new key means a new peer id. "
             "Choose another directory, or renew its certificate (forebay network renew)."
         )
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -180,20 +180,14 @@ def create_organisation(
     valid_days: float = ORG_VALID_DAYS,
 ) -> str:  # fmt: skip
     """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
-    folder = Path(out_dir)
-    files.check_name("organisation", name)
-    if (folder / "org-key.pem").exists():
-        raise UsageError(f"organisation: {folder} already holds one (org-key.pem). Choose another directory.")
-    key = Ed25519PrivateKey.generate()
-    _issue(network_dir, folder, "org", name, key, scope, valid_days)
-    return peer_id_of(key.public_key().public_bytes_raw())
+    _create(network_dir, Path(out_dir), "org", name, scope, valid_days)
+    return files.read_issuer(out_dir).peer_id
 
 
 def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
     """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
-    old = files.read_issuer(org_dir)
-    _issue(network_dir, Path(org_dir), "org", files.peer_in(old.cert).name, old.key, old.scope, valid_days)
-    return old.peer_id
+    _renew(network_dir, Path(org_dir), "org", valid_days)
+    return files.read_issuer(org_dir).peer_id
 
 
 def join(
@@ -201,35 +195,38 @@ def join(
     scope: Scope = UNBOUNDED,
 ) -> Identity:  # fmt: skip
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
-    folder = Path(out_dir)
-    files.check_new_node(folder, name)
-    path = folder / "node-key.pem"
-    key = files.read_key(path) if path.exists() else Ed25519PrivateKey.generate()
-    _issue(network_dir, folder, "node", name, key, scope, valid_days)
-    return Identity.load(folder)
+    _create(network_dir, Path(out_dir), "node", name, scope, valid_days)
+    return Identity.load(out_dir)
 
 
 def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
     """Issue a new certificate for a node's key; its peer id and scope stay."""
-    folder = Path(node_dir)
-    old = files.read_certs(folder / "node-cert.pem")[0]
-    key = files.read_key(folder / "node-key.pem")
-    _issue(network_dir, folder, "node", files.peer_in(old).name, key, scope_of(old), valid_days)
-    return Identity.load(folder)
+    _renew(network_dir, Path(node_dir), "node", valid_days)
+    return Identity.load(node_dir)
+
+
+def _create(issuer_dir: str | Path, folder: Path, kind: files.Kind, name: str, scope: Scope, valid_days: float) -> None:
+    files.check_new(folder, kind, name)
+    path = folder / f"{kind}-key.pem"
+    key = files.read_key(path) if path.exists() else Ed25519PrivateKey.generate()
+    _issue(Path(issuer_dir), folder, kind, key, name, scope, valid_days)
+
+
+def _renew(issuer_dir: str | Path, folder: Path, kind: files.Kind, valid_days: float) -> None:
+    old, key = files.read_certs(folder / f"{kind}-cert.pem")[0], files.read_key(folder / f"{kind}-key.pem")
+    _issue(Path(issuer_dir), folder, kind, key, files.peer_in(old).name, scope_of(old), valid_days)
 
 
 def _issue(
-    issuer_dir: str | Path, folder: Path, kind: Literal["node", "org"], name: str, key: Ed25519PrivateKey, scope: Scope,
-    valid_days: float,
-) -> None:  # fmt: skip
+    issuer_dir: Path, folder: Path, kind: files.Kind, key: Ed25519PrivateKey, name: str, scope: Scope, valid_days: float
+) -> None:
     pem = MemberRecord(issuer_dir).issue(name, key.public_key(), scope, valid_days, is_organisation=kind == "org")
-    root, network = ((Path(issuer_dir) / name).read_bytes() for name in ("root-cert.pem", "network.json"))
-    crls = [crl.pem for crl in Revocations(Path(issuer_dir)).crls().values()]
-    write_member(folder, kind, key, pem, root, network, crls)
+    root, network = ((issuer_dir / name).read_bytes() for name in ("root-cert.pem", "network.json"))
+    write_member(folder, kind, key, pem, root, network, [crl.pem for crl in Revocations(issuer_dir).crls().values()])
 
 
 def write_member(
-    folder: Path, kind: Literal["node", "org"], key: Ed25519PrivateKey, pem: bytes, root: bytes, network: bytes,
+    folder: Path, kind: files.Kind, key: Ed25519PrivateKey, pem: bytes, root: bytes, network: bytes,
     crls: Iterable[bytes],
 ) -> None:  # fmt: skip
     """Write the directory of a node or an organisation; the certificate last, which makes it one."""

@@ -66,7 +66,7 @@ class IssuedCertificate:
 @dataclass(frozen=True)
 class _Line:
     version: Literal[1]
-    at: float  # Unix seconds
+    recorded_at: float  # Unix seconds
     certificate: IssuedCertificate | None = None
     token: JoinToken | None = None
     withdrawn: str = ""  # id of a token
@@ -80,7 +80,7 @@ class MemberRecord:
 
     Attributes:
         certificates: The last certificate of each peer id.
-        tokens: By id. `users`: the peer ids that used a token. `withdrawn`: the ids of tokens that admit nobody.
+        tokens: By id. `users`: the peer ids that used a token. `withdrawn`: the ids of tokens that admit no node.
     """
 
     def __init__(self, directory: str | Path, now: Callable[[], float] = time.time) -> None:
@@ -91,6 +91,7 @@ class MemberRecord:
         self.users: defaultdict[str, set[str]] = defaultdict(set)
         self.withdrawn: set[str] = set()
         self._lock, self._offset = threading.Lock(), 0  # up to which the file is read
+        read_issuer(self.directory)  # no other directory has a record
         if (self.directory / EARLIER_FILE).exists():
             raise UsageError(
                 f"members: expected {MEMBERS_FILE}, got the {EARLIER_FILE} of an earlier version ({self.directory}). "

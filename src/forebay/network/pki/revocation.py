@@ -263,7 +263,10 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
     """
     folder = Path(directory)
     if not PEER_ID.fullmatch(peer_id):
-        raise UsageError(f"revoke: expected a peer id (32 characters a-z, 2-7), got {peer_id!r}")
+        raise UsageError(
+            f"revoke: expected the name of a member, or a peer id (32 characters a-z, 2-7), got {peer_id!r}. "
+            "See `forebay network members ISSUER`."
+        )
     path = folder / "revoked.txt"
     ids = (read_revoked(path) if path.exists() else frozenset()) | {peer_id}
     crl = _sign_next_crl(folder, ids, others) if is_issuer(folder) else None
