@@ -71,7 +71,7 @@ class DataNode(SliceServer):
             raise UsageError(f"serve: expected each dataset once, got one twice among {names}. Serve it once.")
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
-        _check_scope(identity, datasets)
+        identity.check_role("serve", "data", *(dataset.name for dataset in datasets))
         super().__init__("Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits)
         self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
         self.datasets = list(datasets)
@@ -148,7 +148,7 @@ class DataNode(SliceServer):
         return [
             counter(
                 "forebay_peer_sent_bytes_total",
-                "Bytes of slices and files sent, by peer id; to the role admin only.",
+                "Bytes of slices and files sent, by peer id; to the role viewer only.",
                 sent,
                 "peer",
             ),
@@ -212,8 +212,8 @@ class DataNode(SliceServer):
 
     async def _read_status(self, request: Request) -> Response:
         status, scope = self.status(), peer_of(request).scope
-        status["datasets"] = [dataset for dataset in status["datasets"] if scope.covers(dataset["name"])]
-        if not scope.allows("admin"):
+        status["datasets"] = [dataset for dataset in status["datasets"] if scope.includes(dataset["name"])]
+        if not scope.allows("viewer"):
             status["peers"] = {}
             ids = {dataset["id"] for dataset in status["datasets"]}
             status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
@@ -230,10 +230,3 @@ def _leaves(dataset: Dataset, row: SliceInfo) -> bytes:
         if root != row.sha256:
             raise
         return leaves
-
-
-def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
-    names = [dataset.name for dataset in datasets if not identity.scope.covers(dataset.name)]
-    if names or not identity.scope.allows("data"):
-        lacks = f"does not cover {', '.join(names)}" if names else "lacks the role data"
-        raise UsageError(f"serve: the certificate of {identity.name} {lacks}. Ask its issuer for one that does.")

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from argparse import Namespace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from forebay.storage.retry import log_while_waiting
 from forebay.units import numbered
 
 TOKEN_VALID_DAYS = 7.0
+_ISSUER = "the network's or an organisation's"
 
 
 def _network_init(args: Namespace) -> None:
@@ -34,13 +36,13 @@ def _network_init(args: Namespace) -> None:
 
 
 def _network_org(args: Namespace) -> None:
-    from forebay.network.pki.files import create_organisation
+    from forebay.network.pki.identity import create_organisation
 
     scope = _scope(args)
     peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
     print_result(
         args, {"name": args.name, "peer_id": peer_id, "directory": str(args.directory)},
-        f"organisation {args.name!r} is {peer_id}: its nodes may be {_describe(scope)}.",
+        f"organisation {args.name!r} is {peer_id}: its nodes may be {scope}.",
         f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.",
         f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker",
     )  # fmt: skip
@@ -67,7 +69,7 @@ def _network_join(args: Namespace) -> None:
     print_result(
         args, _node_fields(identity),
         f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.",
-        f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.",
+        f"It may be {identity.scope}, until {_date(identity.expires_at)}.",
     )  # fmt: skip
 
 
@@ -78,8 +80,9 @@ def _node_fields(identity: Any) -> dict[str, Any]:
 def _network_invite(args: Namespace) -> None:
     import secrets
 
-    from forebay.network.join import JoinToken, sign_token
+    from forebay.network.join import sign_token
     from forebay.network.pki.files import read_issuer, read_network
+    from forebay.network.pki.record import JoinToken, MemberRecord
 
     address(args.issuer)
     _check_role(args, "invite")
@@ -91,9 +94,10 @@ def _network_invite(args: Namespace) -> None:
         args.days or TOKEN_VALID_DAYS,
     )  # fmt: skip
     text = sign_token(issuer, token)
+    MemberRecord(args.directory).add(token=token)
     print_result(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
     print(
-        f"token {token.id[:8]}: {numbered(token.uses, 'node')} may join as {_describe(scope)}, "
+        f"token {token.id[:8]}: {numbered(token.uses, 'node')} may join as {scope}, "
         f"until {_date(token.expires_at)}. Send it like a password.\n"
         f"next, here: forebay network admit {args.directory} --listen {args.issuer}\n"
         f"next, there: forebay network join --token FILE NODE_DIRECTORY --name NODE",
@@ -113,8 +117,7 @@ def _network_admit(args: Namespace) -> None:
 
 def _network_renew(args: Namespace) -> None:
     from forebay.network.join import renew_at
-    from forebay.network.pki.files import renew_organisation
-    from forebay.network.pki.identity import renew
+    from forebay.network.pki.identity import renew, renew_organisation
 
     if len(args.directories) != (2 if args.issuer is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --issuer HOST:PORT and one")
@@ -133,6 +136,69 @@ def _network_renew(args: Namespace) -> None:
     print_result(args, _node_fields(identity), text)
 
 
+def _network_members(args: Namespace) -> None:
+    rows = _member_rows(args.directory)
+    lines = [
+        f"{row['name']}  {row['peer_id']}  {row['state']} ({_date(row['revoked_at'] or row['expires_at'])})  "
+        f"{'organisation: ' if row['is_organisation'] else ''}{Scope(frozenset(row['roles']), row['datasets'])}"
+        for row in rows
+    ]
+    print_result(args, rows, *lines)
+
+
+def _member_rows(directory: Path) -> list[dict[str, Any]]:
+    """The last certificate of each member of an issuer, and its state; by name."""
+    from forebay.network.pki.record import MemberRecord
+    from forebay.network.pki.revocation import Revocations
+
+    record, revocations = MemberRecord(directory), Revocations(directory)
+    revocations.check()
+    times = {serial: at for crl in revocations.crls().values() for serial, at in crl.serials.items()}
+    rows = []
+    for issued in sorted(record.certificates.values(), key=lambda issued: (issued.name, issued.expires_at)):
+        revoked_at = times.get(int(issued.serial, 16))
+        state = "revoked" if revoked_at else "valid" if time.time() < issued.expires_at else "expired"
+        rows.append({**asdict(issued), "state": state, "revoked_at": revoked_at and revoked_at.timestamp()})
+    return rows
+
+
+def _find_member(text: str, issuers: list[Path]) -> str:
+    """The peer id of the member of an issuer with this name or serial number; else the text, which may be one."""
+    rows = [row for directory in issuers for row in _member_rows(directory)]
+    found = [row for row in rows if text in (row["name"], row["serial"]) and row["state"] != "revoked"]
+    if len(found) > 1:
+        ids = ", ".join(f"{row['peer_id']} until {_date(row['expires_at'])}" for row in found)
+        raise UsageError(f"revoke: expected one member, got {text!r}, which {ids} have. Choose one of the peer ids.")
+    return found[0]["peer_id"] if found else text
+
+
+def _network_tokens(args: Namespace) -> None:
+    from forebay.network.pki.record import MemberRecord
+
+    record, rows, lines = MemberRecord(args.directory), list[dict[str, Any]](), list[str]()
+    for token in record.tokens.values():
+        left = token.uses - len(record.users[token.id])
+        is_valid = left > 0 and time.time() < token.expires_at
+        state = "withdrawn" if token.id in record.withdrawn else "valid" if is_valid else "used up or expired"
+        rows.append({**asdict(token), "uses_left": left, "state": state})
+        uses = f"{left} of {numbered(token.uses, 'use')} left"
+        lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope}")
+    print_result(args, rows, *lines)
+
+
+def _network_withdraw(args: Namespace) -> None:
+    from forebay.network.pki.record import MemberRecord
+
+    record = MemberRecord(args.directory)
+    if args.token_id not in record.tokens:
+        raise UsageError(
+            f"withdraw: expected the id of a token, got {args.token_id!r} ({record.path}). "
+            f"See `forebay network tokens {args.directory}`."
+        )
+    record.add(withdrawn=args.token_id)
+    print_result(args, {"id": args.token_id}, f"token {args.token_id} admits nobody from now on.")
+
+
 def _network_revoke(args: Namespace) -> None:
     from forebay.network.pki.files import is_issuer
     from forebay.network.pki.revocation import revoke
@@ -141,16 +207,17 @@ def _network_revoke(args: Namespace) -> None:
     nodes = [directory for directory in args.directories if directory not in issuers]
     if args.notify and not (issuers and nodes):
         raise UsageError("revoke: --notify needs the issuer's directory, to sign, and a node's, to connect as")
-    crls = [revoke(directory, args.peer_id, *nodes) for directory in issuers]
+    peer_id = _find_member(args.member, issuers)
+    crls = [revoke(directory, peer_id, *nodes) for directory in issuers]
     for directory in nodes:
-        revoke(directory, args.peer_id)
-    lines = [f"{args.peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on."] if nodes else []
+        revoke(directory, peer_id)
+    lines = [f"{peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on."] if nodes else []
     for crl in crls:
         assert crl is not None  # an issuer's directory signs
-        lines.append(f"{args.peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
+        lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
         lines += [_notify(nodes[0], target, crl) for target in args.notify]
     issued = [{"issuer": crl.issuer, "number": crl.number} for crl in crls if crl is not None]
-    print_result(args, {"peer_id": args.peer_id, "crls": issued}, *lines)
+    print_result(args, {"peer_id": peer_id, "crls": issued}, *lines)
     if crls and not nodes:
         print("No node has it yet: name a running node's directory, or --notify HOST:PORT.", file=sys.stderr)
 
@@ -178,30 +245,27 @@ def _network_show(args: Namespace) -> None:
 
 def _properties(directory: Path) -> dict[str, Any]:
     """Properties of the network, organisation or node in a directory."""
-    from forebay.network.pki.files import is_issuer, peer_in, read_issuer, read_network, read_root
+    from forebay.network.pki.files import is_issuer, peer_in, read_issuer, read_network
     from forebay.network.pki.identity import Identity
     from forebay.network.pki.revocation import Revocations
 
-    organisation: dict[str, str] = {}
+    revocations = Revocations(directory)
     if is_issuer(directory):
         issuer = read_issuer(directory)
-        peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
-        revocations = Revocations(directory, read_root(directory))
-        kind = "network" if issuer.is_root else "organisation"
+        peer, kind = peer_in(issuer.cert), "network" if issuer.is_root else "organisation"
+        expires_at = issuer.cert.not_valid_after_utc.timestamp()
     else:
-        node = Identity.load(directory)
-        peer, scope, expires_at, revocations = node.as_peer, node.scope, node.expires_at, node.revocations
-        kind, organisation = "node", {"organisation": node.org}
-    if (fault := revocations.fault()) is not None:
-        raise UsageError(f"revocation: {fault}")
+        peer, kind = Identity.load(directory).as_peer, "node"
+        expires_at = peer.valid_until
+    revocations.check()
     return {
         "kind": kind,
         "name": peer.name,
         "peer_id": peer.peer_id,
         "network": read_network(directory).network_id,
-        **organisation,
-        "roles": sorted(scope.roles),
-        "datasets": list(scope.datasets or scope.within),
+        "organisation": peer.org,
+        "roles": sorted(peer.scope.roles),
+        "datasets": list(peer.scope.datasets or peer.scope.within),
         "expires": round(expires_at),
         "revoked": sorted(revocations.own()),
         # A CRL has serial numbers, not peer ids.
@@ -242,12 +306,6 @@ def _days(args: Namespace) -> dict[str, Any]:
     return {"valid_days": args.days} if args.days else {}
 
 
-def _describe(scope: Scope) -> str:
-    roles = ", ".join(sorted(scope.roles)) or "worker, data, scheduler and admin"
-    globs = scope.datasets or scope.within
-    return f"{roles} for " + (f"datasets {', '.join(globs)}" if globs else "all datasets")
-
-
 def _date(unix_s: float) -> str:
     return dt.datetime.fromtimestamp(unix_s, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
@@ -280,7 +338,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     _add_scope(p, "role of the node; may be repeated (required without a token)")
     _add_days(p, "90; by a token 7, renewed by the node itself")
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
-    p.add("directory", "the network's or an organisation's", type=Path)
+    p.add("directory", _ISSUER, type=Path)
     p.add("--issuer", "address of network admit (required)", required=True, metavar="HOST:PORT")
     p.add("--uses", "number of machines that may join", type=positive, default=1)
     p.add("--hours", "hours of validity of the token", type=positive, default=24)
@@ -288,16 +346,23 @@ def add_verbs(verb: Any, group: Any) -> None:
     _add_days(p, "7, renewed by the node itself")
     p = verb("admit", _network_admit, "serve certificates for tokens; needs the issuer's key", network)
     p.set_defaults(default_log_level="info")
-    p.add("directory", "the network's or an organisation's", type=Path)
+    p.add("directory", _ISSUER, type=Path)
     p.add("--listen", "address; port 0: a free one", default="127.0.0.1:0", metavar="HOST:PORT")
     p = verb("renew", _network_renew, "issue a new certificate for a node's key; its peer id stays", network)
     p.add("directories", "ISSUER NODE; with --issuer only NODE", type=folder, nargs="+")
     p.add("--issuer", "the issuer's admission server (default: its directory)", metavar="HOST:PORT")
     _add_days(p, "90; of an organisation 1825")
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
-    p.add("peer_id", "of the node or organisation")
+    p.add("member", "name or peer id of the node or organisation; where only nodes' directories follow, a peer id")
     p.add("directories", "the issuer's, to sign a CRL; nodes'", type=folder, nargs="+")
     p.add_list("--notify", "HOST:PORT", "node to send the CRL to (default: none)")
+    p = verb("members", _network_members, "list the nodes and organisations that an issuer certified", network)
+    p.add("directory", _ISSUER, type=Path)
+    p = verb("tokens", _network_tokens, "list the tokens that an issuer gave", network)
+    p.add("directory", _ISSUER, type=Path)
+    p = verb("withdraw", _network_withdraw, "withdraw a token: it admits nobody any more", network)
+    p.add("directory", _ISSUER, type=Path)
+    p.add("token_id", "id of the token, as `network tokens` prints it", metavar="TOKEN_ID")
     p = verb("show", _network_show, "show a node's identity, scope, expiry and revocation lists", network)
     p.add("directory", "a node's, an organisation's or the network's", type=Path)
     p = verb("sign", _network_sign, "sign a dataset as its publisher", network)

@@ -82,7 +82,7 @@ def _serve(args: Namespace) -> None:
         ) as node:  # fmt: skip
             names = {d.name: d.id for d in datasets}
             ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)
-            until_stopped(stop)
+            until_stopped(stop, identity=identity)
         print_result(args, node.status())
 
 

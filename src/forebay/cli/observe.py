@@ -21,18 +21,23 @@ _TARGET = (
 )
 
 
-def _open(args: Namespace, stack: ExitStack) -> Source:
+def _open(args: Namespace, stack: ExitStack, command: str) -> Source:
     from forebay.network.client import Client
     from forebay.observe.sources import open_source
 
-    return open_source(args.target, lambda: stack.enter_context(Client(load_identity(args))))
+    def client() -> Client:
+        identity = load_identity(args)
+        identity.check_role(command, "viewer")
+        return stack.enter_context(Client(identity))
+
+    return open_source(args.target, client)
 
 
 def _top(args: Namespace) -> None:
     from forebay.observe.top import show_top
 
     with ExitStack() as stack:
-        source = _open(args, stack)
+        source = _open(args, stack, "top")
         if args.replay and not source.times():
             raise UsageError(f"top --replay: expected a folder with the record of a run, got {args.target}.")
         if args.json:
@@ -68,7 +73,7 @@ def open_page(listen: str, source: Source, record: Path | None = None, *, is_ope
 def _dashboard(args: Namespace) -> None:
     stop = stop_event()
     with ExitStack() as stack:
-        source = _open(args, stack)
+        source = _open(args, stack, "dashboard")
         source.poll()  # What cannot be shown is an error here.
         page = stack.enter_context(open_page(args.listen, source, args.record, is_open=args.allow_plain_http))
         ready(args, role="dashboard", url=page.url)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, address, plain, print_result, seconds
 from forebay.cli.parser import Parser
-from forebay.errors import UsageError
+from forebay.errors import NetworkError, UsageError
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
@@ -126,11 +126,18 @@ def terminate_on_stdin_close() -> None:
         SupervisedThread(watch, "stdin-close").start()
 
 
-def until_stopped(stop: threading.Event, until: Callable[[], bool] | None = None) -> None:
-    """Wait until `stop` is set or `until` returns True."""
+def until_stopped(
+    stop: threading.Event, until: Callable[[], bool] | None = None, identity: Identity | None = None
+) -> None:
+    """Wait until `stop` is set or `until` returns True; NetworkError once `identity`, this node's, is revoked."""
     while not stop.wait(0.2):
         if until is not None and until():
             return
+        if identity is not None and (reason := identity.revocations.find(identity.peer_id, identity.org)) is not None:
+            raise NetworkError(
+                f"{identity.name}: {reason}, so all members refuse this node ({identity.node_dir}). "
+                "Ask the issuer why, and join again in another directory."
+            )
 
 
 def add_node(

@@ -68,7 +68,7 @@ def _schedule(args: Namespace) -> None:
                     shown["dashboard"] = stack.enter_context(_open_page(args, service, client)).url
                 ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
                       ledger=str(service.ledger_path), **shown)  # fmt: skip
-                until_stopped(stop, service.is_over if args.exit_when_done else None)
+                until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
             started.set()

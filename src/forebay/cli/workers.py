@@ -103,7 +103,7 @@ def _coordinate(args: Namespace) -> None:
         scheme = "http" if identity is None else "https"
         ready(args, role="coordinator", address=coordinator.address, url=f"{scheme}://{coordinator.address}",
               run_id=coordinator.run_id)  # fmt: skip
-        until_stopped(stop, (lambda: coordinator.done) if args.exit_when_done else None)
+        until_stopped(stop, (lambda: coordinator.done) if args.exit_when_done else None, identity)
         status = coordinator.status()
     print_result(args, status)
 

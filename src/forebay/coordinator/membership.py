@@ -35,7 +35,8 @@ def apply(state: RunState, event: messages.Event, now: float) -> tuple[RunState,
         case messages.Join():
             state = _join(state, event, now, actions)
         case messages.Tick():
-            pass
+            for member in [state.members[name] for name in event.revoked if name in state.members]:
+                state = _remove(state, member, "its certificate is revoked", actions)
         case _:
             state = _apply_member(state, event, now, actions)
     return _advance(state, now, actions), actions
@@ -58,7 +59,9 @@ def _join(state: RunState, event: messages.Join, now: float, actions: list[Actio
     seats = [*state.seats.values(), *(member.seat for member in state.members.values())]
     seat = old.seat if old is not None else state.seats.get(event.worker_id, max(seats, default=-1) + 1)
     trained = (event.step, event.step, event.samples)
-    member = RunMember(event.worker_id, event.session, seat, event.peer_id, *trained, now, now)
+    member = RunMember(
+        event.worker_id, event.session, seat, event.peer_id, *trained, now, now, organisation=event.organisation
+    )
     actions.append(messages.LogLine(f"{worker} joins" + (" again" if event.worker_id in state.seats else "")))
     return _put(state, member)
 

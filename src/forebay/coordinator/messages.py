@@ -1,6 +1,6 @@
 """The types of membership: rules, state, events and actions. `membership.apply` maps state and event to the next."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -64,6 +64,7 @@ class RunMember:
     polling: int = 0
     returns_at: float = 0.0
     lost_at: float | None = None
+    organisation: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,11 @@ class MemberMessage:
 class Join(MemberMessage):
     """Join with a checkpoint of `step` steps and `samples` samples.
 
-    `peer_id`: of the certificate, "" over plain HTTP; the server sets it.
+    `peer_id` and `organisation`: of the certificate, "" over plain HTTP; the server sets them.
     """
 
     peer_id: Annotated[str, Field(max_length=0)] = ""
+    organisation: Annotated[str, Field(max_length=0)] = ""
     step: Count = 0
     samples: Count = 0
 
@@ -251,7 +253,9 @@ class Disconnect(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed."""
+    """Time has passed; the certificates of the workers in `revoked` are revoked now."""
+
+    revoked: Collection[str] = ()
 
 
 Event: TypeAlias = ProposeConfig | Join | Ready | Heartbeat | Leave | PollChange | Disconnect | Tick

@@ -77,7 +77,9 @@ class Coordinator:
         self._unwritten: deque[Event] = deque()  # events to apply once the disk has space
         # By connection: (worker id, session) of its last request.
         self._sessions: dict[asyncio.Future[None], tuple[str, str]] = {}
-        self._is_open = identity is None
+        if identity is not None:
+            identity.check_role("coordinator", "scheduler")
+        self._identity = identity
         self._joins: OrderedDict[str, TokenBucket] = OrderedDict()  # by certificate
         max_connections = 4 * MAX_WORKERS
         per_peer = max_connections if identity is None else 4 * self.rules.workers_per_peer
@@ -227,12 +229,19 @@ class Coordinator:
                 while self._unwritten:
                     self._apply(self._unwritten[0])
                     self._unwritten.popleft()
-                self._apply(messages.Tick())
+                self._apply(messages.Tick(self._find_revoked()))
                 fault = ""
             except StateError as error:  # the next tick tries again
                 if str(error) != fault:
                     log.error("%s", error)
                 fault = str(error)
+
+    def _find_revoked(self) -> list[str]:
+        """The ids of the workers whose certificates are revoked."""
+        if self._identity is None:
+            return []
+        find, members = self._identity.revocations.find, self._state.members
+        return [worker_id for worker_id, member in members.items() if find(member.peer_id, member.organisation)]
 
     async def _wait(self, request: Request, message: MemberMessage) -> None:
         """Wait until the answer is due, or time is up; apply a Disconnect if the peer closes the connection."""
@@ -269,7 +278,9 @@ class Coordinator:
 
     def _app(self) -> FastAPI:
         app = make_app("Forebay coordinator", self._metrics, {StateError: (503, "state")})
-        app.post("/v1/config", summary="Propose settings that the coordinator leaves open.")(self._agree)
+        app.post(
+            "/v1/config", openapi_extra=role("worker"), summary="Propose settings that the coordinator leaves open."
+        )(self._agree)
         app.get("/v1/status", summary="The progress and members of the run.")(self._read_status)
         app.get("/v1/log", summary="All generations, each with its workers.")(self._read_log)
         for path, kind in REQUESTS.items():
@@ -328,14 +339,15 @@ class Coordinator:
         if type(size) is not int or size < 1:
             raise ApiError(400, "bad_request", f"settings: expected batch_size of at least 1, got {size!r}")
         # A single member does not decide what all of them train on.
-        if self._is_open or peer_of(request).scope.allows("admin"):
+        if self._identity is None or peer_of(request).scope.allows("admin"):
             self._apply(messages.ProposeConfig(message.settings))
         return JsonResponse(config_reply(self._state, self.run_id))
 
     async def _answer(self, request: Request, message: Any) -> Response:
         self._check(request, message)
         if isinstance(message, Join):
-            message = replace(message, peer_id=peer_of(request).peer_id)
+            peer = peer_of(request)
+            message = replace(message, peer_id=peer.peer_id, organisation=peer.org)
         refused = self._apply(message)
         if refused is None:
             if not isinstance(message, Leave):

@@ -13,7 +13,7 @@ from typing import Any
 from forebay.errors import NetworkError
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
-from forebay.network.messages import STALE_ATTEMPT
+from forebay.network.messages import REVOKED, STALE_ATTEMPT
 from forebay.network.pki.identity import Identity
 from forebay.storage.hosts import join_address, parse_address
 from forebay.storage.retry import backoff_s, log_while_waiting
@@ -53,6 +53,7 @@ class SchedulerClient:
     attempt: int = 0
 
     def __post_init__(self) -> None:
+        self.identity.check_role("worker", "worker", *filter(None, [self.name]))
         if self.fixed_address is not None:
             parse_address(self.fixed_address)
         self._lock = threading.Lock()
@@ -141,6 +142,8 @@ class SchedulerClient:
                 try:
                     self._read(address)
                 except NetworkError as error:
+                    if getattr(error, "code", "") == REVOKED:
+                        raise
                     self._reason = str(error)
                 else:
                     self._address = address

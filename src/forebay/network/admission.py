@@ -1,19 +1,16 @@
 """Admission: issue certificates for join tokens, and renew them. The nodes' keys never travel.
 
 The server uses the key of the root or organisation for TLS 1.3, and tokens name that key, so a joiner can check it.
-A request is a certificate request, signed by the node's key. The use of a token is on disk before the certificate is
-sent, so a killed server counts each use; the same key again (after a lost answer) gets a certificate and uses nothing.
+A request is a certificate request, signed by the node's key. A certificate, and the use of a token, is in the record
+(`MemberRecord`) before it is sent, so a killed server counts each use; the same key again (after a lost answer) gets a
+certificate and uses nothing.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
-import json
 import logging
-import os
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,13 +22,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
-from forebay.network.join import JoinToken, check_token
+from forebay.network.join import check_token
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
 from forebay.network.pki.certificates import EARLY, peer_of, scope_of, verify_certificate
-from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_root
-from forebay.network.pki.revocation import Revocations, file_stamp
+from forebay.network.pki.files import check_name, read_issuer, read_network
+from forebay.network.pki.record import MemberRecord
+from forebay.network.pki.revocation import Revocations
 from forebay.network.server import Server
 from forebay.peer_id import peer_id_of
 
@@ -49,7 +47,6 @@ LIMITS = ServerLimits(
     body_s=5.0,
     send_s=5.0,
 )
-USES_NAME = "admissions.jsonl"
 log = logging.getLogger("forebay.network")
 
 
@@ -62,11 +59,9 @@ class Admissions:
         self.directory = Path(directory)
         self._audit, self._now = audit, now
         self.issuer = read_issuer(self.directory)
-        self._stamp = file_stamp(self.directory / "org-cert.pem")
         self._network = read_network(self.directory)
-        self._revocations = Revocations(self.directory, read_root(self.directory))
-        self._lock = threading.Lock()
-        self._uses = _TokenUses(self.directory / USES_NAME)
+        self._revocations = Revocations(self.directory)
+        self._record = MemberRecord(self.directory, now)
 
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
@@ -75,23 +70,21 @@ class Admissions:
         """
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
-            self._refresh()
             token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self._now())
             name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
             check_name("node", name)
             self._check_not_revoked(peer_id)
-            with self._lock:
-                is_new = self._uses.add(token, peer_id, name, self._now())
+            is_new = peer_id not in self._record.users[token.id]
+            certificate = self._record.issue(name, key, token.scope, token.valid_days, token=token)
             # Repeats by the same key are counted, not written: they must not rotate admissions out of the audit log.
             kind = "admitted" if is_new else "renewed"
             self._record_event(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
-            return self._answer(node_pem(self.issuer, name, key, token.scope, token.valid_days))
+            return self._answer(certificate)
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
         """A renewed certificate, as `admit`, in place of `shown`, that of the handshake (DER), for the same key."""
         with self._recording_refusals("/v1/renew", sender):
             key = _requested_key(message.request)
-            self._refresh()
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
                 raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
             peer, old = verify_certificate(shown, self._revocations.root), x509.load_der_x509_certificate(shown)
@@ -104,8 +97,9 @@ class Admissions:
             self._record_event("renewed", peer=who, name=peer.name)
             days = (old.not_valid_after_utc - old.not_valid_before_utc - EARLY).total_seconds() / 86400
             # The issuer's own expiry may have cut the old one short: that must not shorten later ones.
-            days = self._uses.valid_days.get(who, days)
-            return self._answer(node_pem(self.issuer, peer.name, key, scope_of(old), days))
+            if (last := self._record.certificates.get(who)) is not None:
+                days = last.valid_days
+            return self._answer(self._record.issue(peer.name, key, scope_of(old), days))
 
     @contextlib.contextmanager
     def _recording_refusals(self, route: str, sender: str) -> Iterator[None]:
@@ -124,17 +118,6 @@ class Admissions:
             "crls": [crls[issuer].pem.decode() for issuer in sorted(issuers & crls.keys())],
         }
 
-    def close(self) -> None:
-        """Release the directory for another process. May be repeated."""
-        self._uses.close()
-
-    def _refresh(self) -> None:
-        """Load a renewed certificate of an organisation."""
-        stamp = file_stamp(self.directory / "org-cert.pem")
-        if stamp != self._stamp:
-            self.issuer = read_issuer(self.directory)
-            self._stamp = stamp
-
     def _check_not_revoked(self, peer_id: str) -> None:
         own = "" if self.issuer.is_root else self.issuer.peer_id
         if (reason := self._revocations.reason(Peer(peer_id, b"", "", own))) is not None:
@@ -144,51 +127,6 @@ class Admissions:
         log.info("admission: %s %s", kind, fields)
         if self._audit is not None:
             self._audit.append(kind, **fields)
-
-
-class _TokenUses:
-    """The keys that used each token: JSON lines, each on disk before `add` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self._used: dict[str, set[str]] = {}
-        self.valid_days: dict[str, float] = {}  # by peer id, from its last token
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._file = os.fdopen(descriptor, "r+b")
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
-            raise UsageError(f"admit: another process admits from {path.parent}. Stop it first.") from error
-        data = self._file.read()
-        lines = data[: data.rfind(b"\n") + 1]  # the certificate of an unfinished line was never sent
-        self._file.truncate(len(lines))
-        self._file.seek(len(lines))
-        for number, line in enumerate(lines.splitlines(), 1):
-            try:
-                entry = json.loads(line)
-                self._used.setdefault(entry["token"], set()).add(entry["peer_id"])
-                self.valid_days[entry["peer_id"]] = float(entry["valid_days"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"admit: cannot read line {number} of {path}: {error}. Restore the file.") from error
-
-    def add(self, token: JoinToken, peer_id: str, name: str, now: float) -> bool:
-        """Record a use on disk; False if this key has used the token before. ProtocolError if it is used up."""
-        used = self._used.setdefault(token.id, set())
-        if peer_id in used:
-            return False
-        if len(used) >= token.uses:
-            raise ProtocolError(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
-        days = token.valid_days
-        entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3), "valid_days": days}
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        used.add(peer_id)
-        self.valid_days[peer_id] = days
-        return True
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class AdmissionServer(Server):
@@ -205,7 +143,6 @@ class AdmissionServer(Server):
         """Finish the requests in progress and stop."""
         self.drain(TIMEOUT_S)
         super().close()
-        self.admissions.close()
 
     async def _admit(self, request: Request, message: AdmitRequest) -> Response:
         return JsonResponse(await asyncio.to_thread(self.admissions.admit, message, request.state.peer.name))

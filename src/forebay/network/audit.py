@@ -26,7 +26,7 @@ NUM_PARTS = 4
 COUNT_S = 60.0
 MAX_COUNTED = 64  # peers of each kind that are counted separately in COUNT_S; the others are counted together
 MAX_TEXT = 500
-COUNTED = frozenset({"refused", "stranger", "quota", "unsigned", "bad_provider", "renewed"})
+COUNTED = frozenset({"refused", "stranger", "quota", "unsigned", "bad_provider", "renewed", "cut"})
 
 
 class AuditLog(Closing):

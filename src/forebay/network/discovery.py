@@ -24,9 +24,10 @@ from pydantic import TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client
-from forebay.network.messages import Count, Sha256
+from forebay.network.messages import REVOKED, Count, Sha256
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity, verify
+from forebay.storage.base import PermanentError
 from forebay.storage.hosts import HostPort, check_url, join_address
 
 MAX_CLAIMS = 512
@@ -146,7 +147,8 @@ def find_providers(
 
     All announced addresses are queried concurrently (see `ask_many`); those without a valid answer are logged and left
     out. Returns soon after the first valid answer. The DHT is queried for `timeout_s`, repeatedly while it gives only
-    false addresses; the last answers may take 5 seconds more.
+    false addresses; the last answers may take 5 seconds more. PermanentError if no node has answered, and one
+    says that this node is revoked.
     """
     keys = [record_key(network_id, "dataset", name)]
     if family:
@@ -158,8 +160,11 @@ def find_providers(
             return read_claims(client, address, name, dataset_id=dataset_id) or None
         except NetworkError as error:
             log.info("providers of %s: %s left out: %s", name, address, error)
+            if getattr(error, "code", "") == REVOKED:
+                revoked.append(str(error))
             return None
 
+    revoked = list[str]()
     asked: set[HostPort] = set()
     answers: list[list[Claim]] = []
 
@@ -178,6 +183,8 @@ def find_providers(
                 answers += ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
             except (OSError, RuntimeError) as error:  # no file descriptor or thread is available
                 raise NetworkError(f"providers of {name}: cannot query {len(fresh)} addresses: {error}") from error
+    if revoked and not answers:
+        raise PermanentError(revoked[0])
     unique = {(claim.peer_id, claim.dataset_id): claim for claims in reversed(answers) for claim in claims}
     return [unique[key] for key in sorted(unique)]
 

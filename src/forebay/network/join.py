@@ -11,7 +11,7 @@ import json
 import logging
 import ssl
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,11 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client, RemoteError
-from forebay.network.peer import Scope
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
-from forebay.network.pki.files import check_new_node, parse_network, read_key, write_key
-from forebay.network.pki.identity import Identity
-from forebay.network.pki.revocation import Revocations
+from forebay.network.pki.files import check_new, parse_network, read_key, write_key
+from forebay.network.pki.identity import Identity, write_member
+from forebay.network.pki.record import JoinToken
 from forebay.peer_id import peer_id_of
 from forebay.storage.hosts import parse_address
 from forebay.storage.retry import backoff_s, log_while_waiting
@@ -44,25 +43,6 @@ PENDING_KEY = "joining-key.pem"
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
 log = logging.getLogger("forebay.network")
 ADMISSION = "admission.json"  # the address of the issuer's admission server
-
-
-@dataclass(frozen=True)
-class JoinToken:
-    """A permission to join."""
-
-    id: str  # 32 random hexadecimal digits
-    network_id: str
-    issuer: str  # peer id of the signer, which issues the certificates
-    address: str  # `host:port` of its admission server
-    roles: tuple[str, ...]
-    datasets: tuple[str, ...]  # with roles: the scope of the certificates
-    uses: int  # number of keys
-    expires_at: float  # Unix seconds
-    valid_days: float  # of the certificates
-
-    @property
-    def scope(self) -> Scope:
-        return Scope(frozenset(self.roles), self.datasets)
 
 
 _TOKEN = TypeAdapter(JoinToken)
@@ -122,7 +102,7 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     busy (429, 503) the request is repeated until the token expires.
     """
     folder = Path(out_dir)
-    check_new_node(folder, name)
+    check_new(folder, "node", name)
     token, _, _ = read_token(text)
     pending = folder / PENDING_KEY
     if not pending.exists():
@@ -165,7 +145,7 @@ def admission_address(node_dir: Path) -> str | None:
 
 
 def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: str, issuer: str) -> None:
-    """Verify an answer down to the root's key, then write it; the certificate last, which makes it a node.
+    """Verify an answer down to the root's key, then write it.
 
     `issuer` is the organisation or root that must have signed.
     """
@@ -184,13 +164,8 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
         raise ProtocolError(f"join: expected a certificate of network {network_id} for our key, got another")
     if issuer != (peer.org or network_id):
         raise ProtocolError(f"join: expected a certificate by {issuer}, got one by {peer.org or network_id}")
-    atomic_write(folder / "root-cert.pem", certificates.pem_of(root_cert))
-    atomic_write(folder / "network.json", network)
-    write_key(folder / "node-key.pem", key)
-    atomic_write(folder / "node-cert.pem", certificates.pem_of(*certs[:2]))
-    revocations = Revocations(folder, root)
-    for pem in crls:
-        revocations.accept(pem)
+    pem = certificates.pem_of(*certs[:2])
+    write_member(folder, "node", key, pem, certificates.pem_of(root_cert), network, crls)
 
 
 def make_csr(key: Ed25519PrivateKey, name: str) -> str:

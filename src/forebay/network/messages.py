@@ -12,6 +12,9 @@ MAX_SWARM_ITEMS = 1024
 STALE_ATTEMPT = "stale_attempt"
 """Error code for an attempt of an exchange that is not newer than the last one."""
 
+REVOKED = "revoked"
+"""Error code for a peer whose certificate is revoked, expired or not valid yet: nothing that it repeats is answered."""
+
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Text = Annotated[str, StringConstraints(max_length=1000)]

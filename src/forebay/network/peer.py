@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-ROLES = frozenset({"worker", "data", "scheduler", "admin"})
+ROLES = frozenset({"worker", "data", "scheduler", "viewer", "admin"})
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,20 @@ class Scope:
     datasets: tuple[str, ...] = ()  # glob patterns of names
     within: tuple[str, ...] = ()  # the organisation's patterns, one of which must match, too
 
+    def __str__(self) -> str:
+        roles, patterns = ", ".join(sorted(self.roles)), ", ".join(self.datasets or self.within)
+        return f"{roles or 'all roles'} for {f'datasets {patterns}' if patterns else 'all datasets'}"
+
     def allows(self, role: str) -> bool:
-        """Whether the certificate has a role."""
-        return not self.roles or role in self.roles
+        """Whether the certificate has a role; an admin may look at all that a viewer may."""
+        return not self.roles or role in self.roles or (role == "viewer" and "admin" in self.roles)
 
     def covers(self, name: str) -> bool:
-        """Whether the certificate allows reading, serving and scheduling the dataset of this name."""
+        """Whether the certificate allows reading, serving and scheduling the dataset of this name: no viewer's does."""
+        return self.roles != {"viewer"} and self.includes(name)
+
+    def includes(self, name: str) -> bool:
+        """Whether the certificate's patterns match the name of a dataset."""
         return all(
             not globs or any(fnmatchcase(name, glob) for glob in globs) for globs in (self.datasets, self.within)
         )

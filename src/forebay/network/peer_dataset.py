@@ -193,6 +193,8 @@ class PeerOrigin(Origin):
                 self._family or self.id or "",
             )  # fmt: skip
             claims, unsigned = select_published(self.client, claims, () if self._claims else self.publishers, self.id)
+        except PermanentError:
+            raise
         except (NetworkError, OSError) as error:
             raise TransientError(f"{self.url}: cannot look for peers: {error}") from error
         ids = sorted({claim.dataset_id for claim in claims})

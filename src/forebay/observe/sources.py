@@ -47,7 +47,7 @@ class NodeSource(Source):
     """A scheduler, coordinator, data node or dashboard; of a scheduler also its data nodes.
 
     Args:
-        get: Reads the status of an address. Workers and events are shown to the role admin.
+        get: Reads the status of an address. Workers and events are shown to the role viewer.
     """
 
     address: str

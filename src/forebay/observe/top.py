@@ -33,7 +33,7 @@ _CAUSE_STYLES = {
     "device": "red", "queue": "white",
 }  # fmt: skip
 _STATE_STYLES = dict.fromkeys(("running", "working", "up", "done", "ended"), "green") | dict.fromkeys(
-    ("silent", "lost", "failed", "incomplete", "does not answer"), "bold red"
+    ("silent", "lost", "revoked", "failed", "incomplete", "does not answer"), "bold red"
 )
 _LEVEL_STYLES = {"warning": "yellow", "error": "bold red"}
 

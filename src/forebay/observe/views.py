@@ -86,13 +86,15 @@ def job_view(status: Row, nodes: Rows) -> View:
     """A scheduler's job, of its status and rows of its data nodes."""
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
     workers = [_worker_row(peer_id, worker, status) for peer_id, worker in status["workers"].items()]
-    active = [worker for worker in workers if worker["state"] not in ("silent", "ended")]
+    active = [worker for worker in workers if worker["state"] not in ("silent", "ended", "revoked")]
     remaining, fetched = status["num_samples"] - status["samples_used"], {"origin": 0, "peer": 0}
     for origin in fetched:
         fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
     aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], sum(fetched.values())
     notes = [status["unserved"]] if status["unserved"] else []
+    if status["num_workers"] and not workers:
+        notes.append("its workers and events are shown to the roles viewer and admin")
     notes += [f"{num_left_out:,} samples of slices set aside were not used"] if num_left_out else []
     notes += dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])
     figures = {
@@ -133,6 +135,7 @@ def _worker_row(peer_id: str, worker: Row, job: Row) -> dict[str, Any]:
     waits = worker["wait_shares"]
     silent = "ended" if job["state"] in ("done", "incomplete") else "silent"
     state = silent if is_silent else "working" if worker["tokens_per_s"] else "idle"
+    state = "revoked" if worker["revoked"] else state
     return {
         **worker, "id": peer_id, "name": worker["name"] or peer_id, "state": state, "rate": worker["tokens_per_s"],
         "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits), "step": worker["batches"],

@@ -28,7 +28,7 @@ MAX_CELLS = 2048
 
 _RETURNED = {
     "expired": "sent nothing for too long", "stalled": "acknowledged nothing for too long",
-    "failed": "could not read it", "unheld": "lost it with its process",
+    "failed": "could not read it", "unheld": "lost it with its process", "revoked": "is revoked",
 }  # fmt: skip
 
 
@@ -116,6 +116,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerUsage] = {}
+        self.revoked: set[str] = set()  # peer ids
         self._events: deque[tuple[float, str, str]] = deque(maxlen=MAX_EVENTS)
         self._uses: deque[dict[str, Any]] = deque(maxlen=MAX_USES)
 
@@ -125,7 +126,14 @@ class Activity:
         if is_new := usage.seen_at == -math.inf:
             self._add("info", f"{self._name(peer.peer_id)} joined")
         usage.seen_at = now
+        self.revoked.discard(peer.peer_id)
         return usage, is_new
+
+    def mark_revoked(self, peer_id: str) -> None:
+        """A worker was revoked since its last request."""
+        if peer_id not in self.revoked:
+            self.revoked.add(peer_id)
+            self._add("warning", f"{self._name(peer_id)} is revoked")
 
     def record(self, new: Iterable[Event], table: LeaseTable) -> None:
         """Record events of the core that a person may want to know of."""

@@ -376,7 +376,7 @@ class LeaseTable:
         overdue: list[tuple[str, str]] = []
         for session in self.sessions.all.values():
             if session.deadline <= now:
-                overdue += [(lease_id, "expired") for lease_id in session.leases]
+                overdue += [(lease_id, session.fault) for lease_id in session.leases]
                 self.stop_waiting(session)
             elif session.leases and now - session.progress_at >= self.stall_s:
                 overdue += [(lease_id, "stalled") for lease_id in session.leases]

@@ -10,6 +10,7 @@ others that wait at that time.
 
 import asyncio
 import logging
+import math
 import secrets
 import threading
 import time
@@ -87,6 +88,7 @@ class SchedulerService:
         limits: ServerLimits = LIMITS, from_urls: FromUrls = "", packing: str = "concat", split: str | None = None,
         documents: DocumentSubset | None = None, validation_fraction: float = 0.0, **settings: Any,
     ) -> None:  # fmt: skip
+        identity.check_role("scheduler", "scheduler", name)
         self.name = name
         self.identity = identity
         self.state_dir = Path(state_dir)
@@ -107,6 +109,7 @@ class SchedulerService:
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
         self._num_exchanges, self._core_s = 0, 0.0
         self._over_from = 0.0
+        self._trust_stamp: object = None
         self._journal: Journal | None = None
         self._state_lock: Lock | None = None  # also while the journal is opened again
         self._commit: asyncio.Task[None] | None = None
@@ -258,10 +261,20 @@ class SchedulerService:
                         self._add_origins()
                         log.warning("journal opened again: scheduler=%s; workers repeat unrecorded uses", self.name)
                         continue
-                for event in await self._change(lambda core: core.expire(time.monotonic())):
+                for event in await self._change(self._expire):
                     log.info("%s", event)
             except (LedgerError, StateError) as error:
                 log.error("scheduler %s: %s", self.name, error)
+
+    def _expire(self, core: SchedulerCore) -> list[Event]:
+        revocations = self.identity.revocations
+        if (stamp := revocations.stamp()) != self._trust_stamp:
+            self._trust_stamp = stamp
+            for session in core.sessions.all.values():
+                if revocations.find(session.key[0], session.organisation) is not None:
+                    session.deadline, session.fault = -math.inf, "revoked"
+                    self._activity.mark_revoked(session.key[0])
+        return core.expire(time.monotonic())
 
     async def _run_checks(self) -> None:
         """Read slices that several workers could not, before one is set aside."""
@@ -322,7 +335,7 @@ class SchedulerService:
         )(self._exchange)  # fmt: skip
         app.get("/v1/job", summary="The job's data and settings.")(self._read_job)
         app.get(
-            "/v1/datasets/{dataset_id}/{name}", response_class=Response, responses=RANGED,
+            "/v1/datasets/{dataset_id}/{name}", openapi_extra=role("worker"), response_class=Response, responses=RANGED,
             summary="manifest.json or slices.parquet of the job's dataset, for workers that no data node sends it.",
         )(self._read_file)  # fmt: skip
         app.get("/v1/status", summary="The progress of the job, its workers and providers.")(self._read_status)
@@ -338,18 +351,16 @@ class SchedulerService:
         if self._stopping.is_set():
             raise ApiError(503, "stopping", "this scheduler is stopping; repeat the request after its restart.", 1.0)
 
-    def _check_job(self, peer: Peer, name: str = "") -> None:
-        """Refuse another job, and a peer whose certificate does not cover this one."""
-        if not peer.scope.covers(self.name):
+    def _check_job(self, peer: Peer) -> None:
+        """Refuse a peer whose certificate does not cover this job."""
+        if not peer.scope.includes(self.name):
             text = f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
             raise ApiError(403, "not_covered", text)
-        if name not in ("", self.name):
-            raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {self.name}.")
 
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
         self._check_running()
         peer = peer_of(request)
-        self._check_job(peer, message.job)
+        self._check_job(peer)
         if message.uses and message.job_id != self._open_journal().job_id:
             raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
         if message.uses:
@@ -414,11 +425,11 @@ class SchedulerService:
         return file_response(request, path, path.stat().st_size)
 
     async def _read_status(self, request: Request) -> Response:
-        """The status; workers, events and reports are for administrators."""
+        """The status; workers, events and reports are for viewers."""
         peer = peer_of(request)
         self._check_job(peer)
         hidden: dict[str, Any] = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
-        return JsonResponse(self.status() | ({} if peer.scope.allows("admin") else hidden))
+        return JsonResponse(self.status() | ({} if peer.scope.allows("viewer") else hidden))
 
     def status(self) -> dict[str, Any]:
         """The progress of the job; samples count over all epochs."""
@@ -437,13 +448,13 @@ class SchedulerService:
             return status.job_status(self._open_journal().core, time.monotonic())
 
     async def _administer(
-        self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]]
+        self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]], **fields: str
     ) -> Response:
         self._check_running()
         peer = peer_of(request)
         self._check_job(peer)
         if await self._change(change):
-            self.identity.record_event(verb, job=self.name, by=peer.peer_id)
+            self.identity.record_event(verb, job=self.name, by=peer.peer_id, **fields)
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
         return JsonResponse(self._job_status())
 

@@ -96,7 +96,7 @@ class WorkerSession:
     """One process of a worker.
 
     Attributes:
-        deadline: When its leases expire.
+        deadline: When its leases expire. `fault`: why they do.
         progress_at: When it last acknowledged samples, or got its first lease.
         cached: The slices it has; None if it did not say so yet.
         steals_from: The lease that is to be cut for it.
@@ -124,6 +124,7 @@ class WorkerSession:
     requested_at: float = -math.inf
     silent_until: float = -math.inf
     knows_done: bool = False
+    fault: str = "expired"
 
     @property
     def cached_bytes(self) -> int:

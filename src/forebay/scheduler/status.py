@@ -52,7 +52,10 @@ def full_status(
         "tokens_per_s": round(sum(rates), 1),
         "num_workers": len(latest),
         "workers": {
-            peer_id: {**usage.describe(now), "leases": core.sessions.num_leases(peer_id)}
+            peer_id: {
+                **usage.describe(now), "leases": core.sessions.num_leases(peer_id),
+                "revoked": peer_id in activity.revoked,
+            }
             for peer_id, usage in latest[:MAX_WORKERS_SHOWN]
         },
         "coverage": coverage(core.table, core.reasons),

@@ -67,6 +67,8 @@ class Membership(MembershipState):
             on_note=on_note or (lambda text: None), clock=time.monotonic, new_session=lambda: secrets.token_hex(16),
             random=Random(),
         )  # fmt: skip
+        if identity is not None:
+            identity.check_role("worker", "worker")
         self._client = Client(identity)
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -167,7 +169,9 @@ class Membership(MembershipState):
 
     def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
         body = dict(request.body)
-        return self._client.request_json(self.coordinator, "POST", request.path, body, timeout_s=timeout_s)[0]
+        return self._client.request_json(
+            self.coordinator, "POST", request.path, body, timeout_s=timeout_s, role="scheduler"
+        )[0]  # fmt: skip
 
     def __enter__(self) -> "Membership":
         return self

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from forebay.coordinator.messages import HEARTBEAT_WAIT_S, RETRY_S
 from forebay.errors import LeaseError, NetworkError, ProtocolError
 from forebay.network.client import RemoteError
+from forebay.network.messages import REVOKED
 from forebay.storage.retry import backoff_s
 
 WAIT_S = 2.0  # how long the coordinator may hold a request of a worker that waits; bounds the time to stop, too
@@ -227,7 +228,7 @@ class MembershipState:
                 answer = yield Request("/v1/members/heartbeat", body, wait_s)
                 pause_s = 0.1
             except RemoteError as error:
-                if error.code == "expelled" and self.session == session:
+                if error.code in ("expelled", REVOKED) and self.session == session:
                     self._lost = str(error)
                     return
             except NetworkError:

@@ -25,8 +25,6 @@ BODIES = [{}, [], "text", 5, {"held": 1, "worker_id": []}, {"want": -1, "generat
 ]  # fmt: skip
 Running = tuple[Network, dict[str, str]]
 SERVERS = ("data", "scheduler", "coordinator")
-WORKERS = {"/v2/exchange", *(f"/v1/members/{verb}" for verb in ("join", "ready", "heartbeat", "meet", "leave"))}
-ADMINS = {"/v1/job/pause", "/v1/job/resume", "/v1/job/readmit"}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +55,10 @@ def test_servers_answer_as_their_documents_say(network: Running, name: str, num_
     client, address = network[0].client("client"), network[1][name]
     document, _ = client.request_json(address, "GET", "/openapi.json")
     assert document["openapi"] == "3.1.0"
-    schemas, roles, messages = document["components"]["schemas"], {}, []
+    schemas, messages = document["components"]["schemas"], []
     for path, methods in document["paths"].items():
         for method, route in methods.items():
             assert route["summary"] and "422" not in route["responses"], path
-            roles |= {path: route["x-role"]} if "x-role" in route else {}
             for status in ("400", "403", "404", "413", "429", "500", "503"):
                 content = route["responses"][status]["content"]["application/json"]
                 assert content["schema"]["$ref"].endswith("/ErrorReply"), (path, status)
@@ -80,8 +77,6 @@ def test_servers_answer_as_their_documents_say(network: Running, name: str, num_
                 answered = request_status(client, address, method.upper(), target, body, is_json)
                 assert str(answered) in route["responses"] and answered != 500, (method, path, body)
     assert len(messages) == num_messages
-    expected = (WORKERS | ADMINS) & set(document["paths"])
-    assert roles == {path: "worker" if path in WORKERS else "admin" for path in expected}
 
 
 def check_bounds(name: str, schemas: dict, seen: set[str]) -> None:

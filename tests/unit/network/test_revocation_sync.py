@@ -13,10 +13,11 @@ from forebay.network.admission import Admissions, AdmissionServer
 from forebay.network.app import Response, make_app
 from forebay.network.client import RemoteError
 from forebay.network.crl_exchange import AVOID_S, exchange_crls
-from forebay.network.join import JoinToken, join_by_token, sign_token
+from forebay.network.join import join_by_token, sign_token
 from forebay.network.peer import Contacts
 from forebay.network.pki.files import read_issuer
 from forebay.network.pki.identity import Identity, revoke
+from forebay.network.pki.record import JoinToken
 from forebay.network.pki.revocation import sign_crl
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server import Server

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import join as joining
-from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
+from forebay.network.admission import Admissions, AdmissionServer
 from forebay.network.app import ApiError
 from forebay.network.audit import AuditLog
 from forebay.network.client import RemoteError
-from forebay.network.join import JoinToken, check_token, join_by_token, read_token, renew_at, sign_token
+from forebay.network.join import check_token, join_by_token, read_token, renew_at, sign_token
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Scope
 from forebay.network.pki.certificates import der_of
 from forebay.network.pki.files import read_issuer, read_key, read_network
 from forebay.network.pki.identity import create_network, create_organisation, join, revoke
+from forebay.network.pki.record import MEMBERS_FILE, JoinToken, MemberRecord
 from forebay.network.server_connections import ServerCore
 
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
@@ -77,7 +78,7 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
     key = (node.node_dir / "node-key.pem").read_text().splitlines()[1]
     assert len(sent) == 1 and key not in sent[0] and "CERTIFICATE REQUEST" in sent[0]
     assert kinds(tmp_path) == ["admitted"]
-    with pytest.raises(UsageError, match="already holds a node"):
+    with pytest.raises(UsageError, match="already holds a member"):
         join_by_token(make_token(server, clock), tmp_path / "n", "n")
 
 
@@ -139,18 +140,31 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
     assert kinds(tmp_path) == ["admitted", "admitted", "renewed", "refused"]
 
 
-def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path) -> None:
-    text = make_token(server, clock)
+def test_servers_of_one_directory_count_uses_together_and_an_unfinished_line_is_no_use(
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path
+) -> None:
+    text, path = make_token(server, clock), tmp_path / "org" / MEMBERS_FILE
+    others = [Admissions(tmp_path / "org", now=lambda: clock.now)]
     join_by_token(text, tmp_path / "a", "a")
-    server.admissions.close()
-    path = tmp_path / "org" / USES_NAME
-    path.write_bytes(path.read_bytes() + b'{"token": "ab')
-    again = Admissions(tmp_path / "org", now=lambda: clock.now)
-    with pytest.raises(UsageError, match="another process admits"):
-        Admissions(tmp_path / "org")
-    with pytest.raises(ProtocolError, match="used up"):
-        admit(again, text, tmp_path / "network" / "root-key.pem", "b")
-    again.close()
+    path.write_bytes(path.read_bytes() + b'{"version":1,"at":1,"certificate":{"na')
+    others.append(Admissions(tmp_path / "org", now=lambda: clock.now))
+    for admissions in others:
+        with pytest.raises(ProtocolError, match="used up"):
+            admit(admissions, text, tmp_path / "network" / "root-key.pem", "b")
+    join_by_token(make_token(server, clock, id="cd" * 16), tmp_path / "b", "b")
+    assert MemberRecord(tmp_path / "org").users["cd" * 16]
+
+
+def test_a_withdrawn_token_admits_nobody_from_then_on(
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path
+) -> None:
+    text = make_token(server, clock, uses=3)
+    node = join_by_token(text, tmp_path / "a", "a")
+    MemberRecord(tmp_path / "org").add(withdrawn="ab" * 16)
+    for key in (node.node_dir / "node-key.pem", tmp_path / "network" / "root-key.pem"):
+        with pytest.raises(ProtocolError, match="withdrawn"):
+            admit(server.admissions, text, key, "b")
+    assert renew_at(server.address, node.node_dir).peer_id == node.peer_id
 
 
 def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path) -> None:
@@ -159,7 +173,7 @@ def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Sim
     try:
         with pytest.raises(NetworkError, match="Nothing was sent"):
             join_by_token(make_token(server, clock, address=evil.address), tmp_path / "n", "n")
-        assert not (tmp_path / "evil" / USES_NAME).read_bytes()
+        assert not (tmp_path / "evil" / MEMBERS_FILE).read_bytes()
     finally:
         evil.close()
 
@@ -215,12 +229,10 @@ def test_strangers_at_the_door(server: AdmissionServer, clock: SimpleNamespace, 
 
 
 @pytest.fixture(scope="module")
-def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admissions]:
+def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Admissions:
     folder = tmp_path_factory.mktemp("root")
     create_network(folder, "n")
-    admissions = Admissions(folder)
-    yield admissions
-    admissions.close()
+    return Admissions(folder)
 
 
 @given(

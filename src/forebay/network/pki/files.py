@@ -1,4 +1,4 @@
-"""Files of networks, organisations and nodes: create, read and renew.
+"""Files of networks, organisations and nodes: create a network, read and write.
 
 A network's directory contains root-key.pem, root-cert.pem and network.json; an organisation's org-key.pem, org-cert.pem
 and copies of the last two; a node's node-key.pem, node-cert.pem (followed by its organisation's) and the same copies.
@@ -8,16 +8,17 @@ Directories have mode 0700, keys 0600; files are replaced atomically.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from cryptography import x509
 from cryptography.exceptions import InternalError, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import TypeAdapter, ValidationError
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.network.peer import UNBOUNDED, Peer, Scope
+from forebay.network.peer import Peer
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.storage.hosts import HostPort
@@ -33,6 +34,7 @@ class NetworkConfig:
 
 
 _NETWORK = TypeAdapter(NetworkConfig)
+Kind: TypeAlias = Literal["node", "org"]
 
 
 def create_network(directory: str | Path, name: str, bootstrap: Sequence[HostPort] = ()) -> str:
@@ -57,23 +59,6 @@ def create_network(directory: str | Path, name: str, bootstrap: Sequence[HostPor
     return config.network_id
 
 
-def create_organisation(
-    network_dir: str | Path, out_dir: str | Path, name: str, scope: Scope = UNBOUNDED, *,
-    valid_days: float = certificates.ORG_VALID_DAYS,
-) -> str:  # fmt: skip
-    """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
-    folder = Path(out_dir)
-    check_name("organisation", name)
-    if (folder / "org-key.pem").exists():
-        raise UsageError(f"organisation: {folder} already holds one (org-key.pem). Choose another directory.")
-    key = Ed25519PrivateKey.generate()
-    cert = certificates.issue(read_issuer(network_dir), name, key.public_key(), scope, valid_days, organisation=True)
-    write_key(folder / "org-key.pem", key)
-    atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
-    copy_shared(Path(network_dir), folder)
-    return peer_in(cert).peer_id
-
-
 def is_issuer(directory: Path) -> bool:
     """Whether a directory is a network's or an organisation's: it has a key that signs certificates."""
     return any((directory / name).exists() for name in ("root-key.pem", "org-key.pem"))
@@ -83,6 +68,11 @@ def read_issuer(directory: str | Path) -> Issuer:
     """The issuer of a network's or an organisation's directory. Raises UsageError."""
     folder = Path(directory)
     read_network(folder)
+    if not is_issuer(folder):
+        raise UsageError(
+            f"issuer: expected the directory of a network or an organisation, got one without its key ({folder}). "
+            "Give the directory that `forebay network init` or `forebay network org` made."
+        )
     kind = "org" if (folder / "org-key.pem").exists() else "root"
     key = read_key(folder / f"{kind}-key.pem")
     cert = read_certs(folder / f"{kind}-cert.pem")[0]
@@ -91,34 +81,15 @@ def read_issuer(directory: str | Path) -> Issuer:
     return Issuer(key, cert, kind == "root")
 
 
-def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float) -> str:
-    """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
-    folder = Path(org_dir)
-    old = read_issuer(folder)
-    name = peer_in(old.cert).name
-    cert = certificates.issue(
-        read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True
-    )
-    atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
-    copy_shared(Path(network_dir), folder)
-    return old.peer_id
-
-
-def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float) -> bytes:
-    """Issue a node-cert.pem: the node's certificate, followed by its organisation's."""
-    cert = certificates.issue(issuer, name, key, scope, valid_days)
-    return certificates.pem_of(cert) if issuer.is_root else certificates.pem_of(cert, issuer.cert)
-
-
-def check_new_node(folder: Path, name: str) -> None:
-    """Raise UsageError if a node's name is invalid, or if its directory has a node already: its certificate.
+def check_new(folder: Path, kind: Kind, name: str) -> None:
+    """Raise UsageError if a name is invalid, or if the directory has a node or an organisation: its certificate.
 
     A key without one is of an attempt that was killed: the next uses it.
     """
-    check_name("node", name)
-    if (folder / "node-cert.pem").exists():
+    check_name(kind, name)
+    if (folder / f"{kind}-cert.pem").exists():
         raise UsageError(
-            f"join: {folder} already holds a node (node-cert.pem). A new key means a new peer id. "
+            f"join: {folder} already holds a member ({kind}-cert.pem). A new key means a new peer id. "
             "Choose another directory, or renew its certificate (forebay network renew)."
         )
 
@@ -204,13 +175,3 @@ def read_root(folder: Path) -> bytes:
             f"{error} ({folder}). Copy root-cert.pem and network.json from the network's directory."
         ) from error
     return root
-
-
-def copy_shared(source: Path, folder: Path) -> None:
-    """Copy the files that members need; CRLs and revoked.txt that a node already has stay."""
-    crls = [path.relative_to(source) for path in source.glob("crls/*.pem")]
-    missing = [path for path in (Path("revoked.txt"), *crls) if not (folder / path).exists()]
-    for shared in (Path("root-cert.pem"), Path("network.json"), *missing):
-        if (source / shared).exists():
-            (folder / shared).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            atomic_write(folder / shared, (source / shared).read_bytes())

@@ -12,6 +12,7 @@ import logging
 import ssl
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from forebay.files import atomic_write
 from forebay.network.audit import AuditLog
 from forebay.network.peer import UNBOUNDED, Contacts, Peer, Scope
 from forebay.network.pki import files
-from forebay.network.pki.certificates import NODE_VALID_DAYS, der_of, scope_of, verify_certificate
+from forebay.network.pki.certificates import NODE_VALID_DAYS, ORG_VALID_DAYS, der_of, scope_of, verify_certificate
 from forebay.network.pki.files import create_network as create_network
-from forebay.network.pki.files import create_organisation as create_organisation
+from forebay.network.pki.record import MemberRecord
 from forebay.network.pki.revocation import Revocations, file_stamp
 from forebay.network.pki.revocation import revoke as revoke
 from forebay.peer_id import peer_id_of
@@ -92,17 +93,14 @@ class Identity:
     def peer(self, der_cert: bytes) -> Peer:
         """Verify the certificate of a TLS handshake; return its peer with organisation and scope.
 
-        Raises ProtocolError if its chain is invalid, expired or revoked, or exceeds an issuer's scope.
+        The caller must check `refusal` for each request, so that a revoked peer is told why it is refused. Raises
+        ProtocolError if its chain is invalid, or exceeds an issuer's scope.
         """
         try:
-            peer = verify_certificate(der_cert, self.root)
+            return verify_certificate(der_cert, self.root)
         except ProtocolError as error:
             self.record_event("refused", reason=str(error))
             raise
-        if (reason := self.refusal(peer)) is not None:
-            self.record_event("refused", peer=peer.peer_id, reason=reason)
-            raise ProtocolError(reason)
-        return peer
 
     def refusal(self, peer: Peer) -> str | None:
         """Reason why a peer must be refused now, by expiry or revocation; None if it may go on.
@@ -114,6 +112,14 @@ class Identity:
             reason = "has expired" if now > peer.valid_until else "is not valid yet: compare the clocks"
             return f"peer {peer.peer_id} ({peer.name}): its certificate {reason}"
         return self.revocations.reason(peer)
+
+    def check_role(self, what: str, role: str, *datasets: str) -> None:
+        """Check that the certificate has the role that `what` needs, and covers these names. Raises UsageError."""
+        if not self.scope.allows(role) or not all(map(self.scope.covers, datasets)):
+            raise UsageError(
+                f"{what}: expected a certificate for {Scope(frozenset({role}), datasets)}, got one for {self.scope} "
+                f"({self.node_dir}). Ask its issuer for another: `forebay network join`."
+            )
 
     def record_event(self, kind: str, **fields: Any) -> None:
         """Write an event (a refusal, ban, CRL, admission, quota, pause) to the audit log, if there is one."""
@@ -170,29 +176,65 @@ class Identity:
         return True
 
 
+def create_organisation(
+    network_dir: str | Path, out_dir: str | Path, name: str, scope: Scope = UNBOUNDED, *,
+    valid_days: float = ORG_VALID_DAYS,
+) -> str:  # fmt: skip
+    """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
+    _create(network_dir, Path(out_dir), "org", name, scope, valid_days)
+    return files.read_issuer(out_dir).peer_id
+
+
+def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
+    """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
+    _renew(network_dir, Path(org_dir), "org", valid_days)
+    return files.read_issuer(org_dir).peer_id
+
+
 def join(
     network_dir: str | Path, out_dir: str | Path, name: str, *, valid_days: float = NODE_VALID_DAYS,
     scope: Scope = UNBOUNDED,
 ) -> Identity:  # fmt: skip
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
-    folder = Path(out_dir)
-    files.check_new_node(folder, name)
-    path = folder / "node-key.pem"
-    key = files.read_key(path) if path.exists() else Ed25519PrivateKey.generate()
-    return _issue(Path(network_dir), folder, name, key, scope, valid_days)
+    _create(network_dir, Path(out_dir), "node", name, scope, valid_days)
+    return Identity.load(out_dir)
 
 
 def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
     """Issue a new certificate for a node's key; its peer id and scope stay."""
-    folder = Path(node_dir)
-    old = files.read_certs(folder / "node-cert.pem")[0]
-    key = files.read_key(folder / "node-key.pem")
-    return _issue(Path(network_dir), folder, files.peer_in(old).name, key, scope_of(old), valid_days)
+    _renew(network_dir, Path(node_dir), "node", valid_days)
+    return Identity.load(node_dir)
 
 
-def _issue(source: Path, folder: Path, name: str, key: Ed25519PrivateKey, scope: Scope, valid_days: float) -> Identity:
-    pem = files.node_pem(files.read_issuer(source), name, key.public_key(), scope, valid_days)
-    files.write_key(folder / "node-key.pem", key)
-    files.copy_shared(source, folder)
-    atomic_write(folder / "node-cert.pem", pem)  # The last, which makes it a node.
-    return Identity.load(folder)
+def _create(issuer_dir: str | Path, folder: Path, kind: files.Kind, name: str, scope: Scope, valid_days: float) -> None:
+    files.check_new(folder, kind, name)
+    path = folder / f"{kind}-key.pem"
+    key = files.read_key(path) if path.exists() else Ed25519PrivateKey.generate()
+    _issue(Path(issuer_dir), folder, kind, key, name, scope, valid_days)
+
+
+def _renew(issuer_dir: str | Path, folder: Path, kind: files.Kind, valid_days: float) -> None:
+    old, key = files.read_certs(folder / f"{kind}-cert.pem")[0], files.read_key(folder / f"{kind}-key.pem")
+    _issue(Path(issuer_dir), folder, kind, key, files.peer_in(old).name, scope_of(old), valid_days)
+
+
+def _issue(
+    issuer_dir: Path, folder: Path, kind: files.Kind, key: Ed25519PrivateKey, name: str, scope: Scope, valid_days: float
+) -> None:
+    pem = MemberRecord(issuer_dir).issue(name, key.public_key(), scope, valid_days, is_organisation=kind == "org")
+    root, network = ((issuer_dir / name).read_bytes() for name in ("root-cert.pem", "network.json"))
+    write_member(folder, kind, key, pem, root, network, [crl.pem for crl in Revocations(issuer_dir).crls().values()])
+
+
+def write_member(
+    folder: Path, kind: files.Kind, key: Ed25519PrivateKey, pem: bytes, root: bytes, network: bytes,
+    crls: Iterable[bytes],
+) -> None:  # fmt: skip
+    """Write the directory of a node or an organisation; the certificate last, which makes it one."""
+    files.write_key(folder / f"{kind}-key.pem", key)
+    atomic_write(folder / "root-cert.pem", root)
+    atomic_write(folder / "network.json", network)
+    revocations = Revocations(folder)
+    for crl in crls:
+        revocations.accept(crl)
+    atomic_write(folder / f"{kind}-cert.pem", pem)

@@ -16,9 +16,10 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -50,13 +51,19 @@ class Crl:
 
     issuer: str  # peer id of the root or organisation that signed it
     number: int  # rises with each CRL of an issuer; the highest applies
-    serials: frozenset[int]  # of revoked certificates, which derive from the peers' keys
+    serials: Mapping[int, dt.datetime]  # of revoked certificates, which derive from the peers' keys; when they were
     pem: bytes  # the signing organisation's certificate, if any, and the CRL
 
 
-def sign_crl(issuer: Issuer, serials: Iterable[int], number: int) -> bytes:
-    """Sign a CRL as PEM, after the organisation's certificate if an organisation signs. Raises UsageError."""
-    revoked, now = sorted(set(serials)), dt.datetime.now(dt.UTC)
+def sign_crl(
+    issuer: Issuer, serials: Iterable[int], number: int, earlier: Mapping[int, dt.datetime] = MappingProxyType({})
+) -> bytes:
+    """Sign a CRL as PEM, after the organisation's certificate if an organisation signs. Raises UsageError.
+
+    `earlier` has the times of earlier entries; the other serials are revoked now.
+    """
+    now = dt.datetime.now(dt.UTC)
+    revoked = {serial: earlier.get(serial, now) for serial in sorted(set(serials))}
     if len(revoked) > MAX_REVOKED:
         raise UsageError(
             f"CRL: expected at most {MAX_REVOKED:,} revoked peers, got {len(revoked):,}. Have the nodes that stay "
@@ -66,8 +73,8 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int) -> bytes:
     builder = builder.last_update(now).next_update(now + dt.timedelta(days=CRL_VALID_DAYS))
     builder = builder.add_extension(certificates.authority(issuer.cert), critical=False)
     builder = builder.add_extension(x509.CRLNumber(number), critical=False)
-    for serial in revoked:
-        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
+    for serial, revoked_at in revoked.items():
+        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at)
         builder = builder.add_revoked_certificate(entry.build())
     pem = builder.sign(issuer.key, None).public_bytes(serialization.Encoding.PEM)
     return pem if issuer.is_root else certificates.pem_of(issuer.cert) + pem
@@ -106,7 +113,7 @@ def parse_crl(
     if not is_wanted(signer.peer_id, number):
         return None
     try:
-        serials = frozenset(entry.serial_number for entry in crl)
+        serials = {entry.serial_number: entry.revocation_date_utc for entry in crl}
     except ValueError as error:
         raise _malformed(error) from error
     pem = certificates.pem_of(*above) + crl.public_bytes(serialization.Encoding.PEM)
@@ -118,10 +125,14 @@ def _malformed(error: Exception) -> ProtocolError:
 
 
 class Revocations:
-    """Revocation lists of a node, on disk beside its key. Threads and processes may share them. `root` is DER."""
+    """Revocation lists of a node, on disk beside its key. Threads and processes may share them. `root` is DER.
 
-    def __init__(self, node_dir: Path, root: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        self.root, self.root_id = root, certificates.peer_of(root).peer_id
+    By default it is read from `node_dir`.
+    """
+
+    def __init__(self, node_dir: Path, root: bytes | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.root = read_root(node_dir) if root is None else root
+        self.root_id = certificates.peer_of(self.root).peer_id
         self._text_path = node_dir / "revoked.txt"
         self._folder = node_dir / CRL_DIRECTORY
         self._clock = clock
@@ -135,15 +146,15 @@ class Revocations:
         self._accepted_at: dict[str, float] = {}
 
     def reason(self, peer: Peer | str) -> str | None:
-        """Reason why a peer is refused; None if it is not revoked. For a peer id only the root's CRL applies.
+        """Reason why a peer is refused: it is revoked, or a file is unreadable, which refuses every peer; or None."""
+        if self.fault() is not None:
+            return "this node cannot read its revocation lists: see its log"
+        return self.find(peer) if isinstance(peer, str) else self.find(peer.peer_id, peer.org)
 
-        While a file is unreadable every peer is refused.
-        """
-        peer_id, org = (peer, "") if isinstance(peer, str) else (peer.peer_id, peer.org)
+    def find(self, peer_id: str, org: str = "") -> str | None:
+        """The entry that revokes a peer of an organisation, or of none, as text; None if there is none."""
         with self._lock:
             self._refresh()
-            if self._faults:
-                return "this node cannot read its revocation lists: see its log"
             if peer_id in self._own or self._is_in_root_crl(peer_id):
                 return f"peer {peer_id} is revoked in this network"
             if org and (org in self._own or self._is_in_root_crl(org)):
@@ -155,6 +166,11 @@ class Revocations:
     def fault(self) -> str | None:
         """Faults of the files, if any."""
         return "; ".join(self._refreshed()._faults.values()) or None
+
+    def check(self) -> None:
+        """Raise UsageError if a file is unreadable: what is not read must not count as not revoked."""
+        if (fault := self.fault()) is not None:
+            raise UsageError(f"revocation: {fault}")
 
     def own(self) -> frozenset[str]:
         """Peer ids in revoked.txt."""
@@ -263,7 +279,10 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
     """
     folder = Path(directory)
     if not PEER_ID.fullmatch(peer_id):
-        raise UsageError(f"revoke: expected a peer id (32 characters a-z, 2-7), got {peer_id!r}")
+        raise UsageError(
+            f"revoke: expected the name of a member, or a peer id (32 characters a-z, 2-7), got {peer_id!r}. "
+            "See `forebay network members ISSUER`."
+        )
     path = folder / "revoked.txt"
     ids = (read_revoked(path) if path.exists() else frozenset()) | {peer_id}
     crl = _sign_next_crl(folder, ids, others) if is_issuer(folder) else None
@@ -272,17 +291,15 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
 
 
 def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) -> Crl:
-    issuer, root = read_issuer(folder), read_root(folder)
-    revocations = Revocations(folder, root)
-    if (fault := revocations.fault()) is not None:
-        raise UsageError(f"revoke: {fault}")
+    issuer, revocations = read_issuer(folder), Revocations(folder)
+    revocations.check()
     last = revocations.crls().get(issuer.peer_id)
     # At least the time: a directory restored from an old copy must not sign an old number again.
     number = max(last.number + 1 if last is not None else 1, int(time.time() * 1000))
-    serials = {serial_number_of(item) for item in ids} | (last.serials if last is not None else frozenset())
-    pem = sign_crl(issuer, serials, number)
+    earlier = last.serials if last is not None else {}
+    pem = sign_crl(issuer, {*map(serial_number_of, ids), *earlier}, number, earlier)
     for other in others:
-        Revocations(Path(other), root).accept(pem)
+        Revocations(Path(other), revocations.root).accept(pem)
     crl = revocations.accept(pem)
     assert crl is not None  # newer than the last one
     return crl

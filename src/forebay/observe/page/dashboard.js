@@ -4,7 +4,7 @@
 const POLL_MS = 2000, PAGE_ROWS = 50;
 const CAUSES = ["scheduler", "network", "disk", "tokenize", "decode", "device", "queue"];
 const TITLES = { workers: "Workers", nodes: "Data nodes", datasets: "Datasets", peers: "Sent to", stages: "Stages", members: "Jobs of the array", tasks: "Running tasks", attempts: "Attempts that failed", rules: "Rules", dropped: "Dropped, by reason" };
-const GOOD = ["running", "working", "up", "done", "ended"], BAD = ["silent", "lost", "failed", "incomplete", "does not answer"];
+const GOOD = ["running", "working", "up", "done", "ended"], BAD = ["silent", "lost", "revoked", "failed", "incomplete", "does not answer"];
 const $ = (id) => document.getElementById(id);
 const tables = {}; // By name: the key that it is sorted by, the direction, the first row that is shown, a filter.
 let view = null, points = [], times = [], pinned = null, player = null, shownSamples = "";

@@ -51,7 +51,7 @@ def test_a_garbled_revocation_list_lets_nobody_in(make_identity: Make, caplog: p
     for peer_id in peer_ids:
         revoke(a.node_dir, peer_id)
     assert a.refusal(a.as_peer) is None and all(map(a.revocations.reason, peer_ids))
-    with pytest.raises(UsageError, match="expected a peer id"):
+    with pytest.raises(UsageError, match="expected the name of a member"):
         revoke(a.node_dir, "../x")
 
 

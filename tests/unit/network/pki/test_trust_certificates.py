@@ -15,14 +15,15 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import Peer, Scope
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, verify_certificate
-from forebay.network.pki.files import (
-    read_issuer,
-    read_key,
-    read_root,
+from forebay.network.pki.files import read_issuer, read_key, read_root, write_key
+from forebay.network.pki.identity import (
+    Identity,
+    create_network,
+    create_organisation,
+    join,
+    renew,
     renew_organisation,
-    write_key,
 )
-from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew
 from support.handlers import Make
 
 PEM = serialization.Encoding.PEM
