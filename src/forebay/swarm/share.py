@@ -383,11 +383,12 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         summary="The SHA-256 of each chunk of a slice, 32 bytes each.",
     )  # fmt: skip
     async def read_chunks(request: Request, sha256: str, chunk_bytes: int) -> Response:
-        files = [file for file in server.find_slice(sha256) if file.chunk_bytes == chunk_bytes]
-        if not files:
-            raise ApiError(404, "unknown_slice", "this node has no slice of this hash, in chunks of this size, now")
-        num_bytes = num_chunks(files[0].num_bytes, chunk_bytes) * HASH_BYTES
-        file = server.check_slice(peer_of(request), files, num_bytes)
+        if not (files := server.find_slice(sha256)):
+            raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
+        file = server.check_slice(peer_of(request), files, 0)
+        if chunk_bytes != file.chunk_bytes:
+            raise ApiError(404, "unknown_slice", f"this node has no hashes of its chunks of {chunk_bytes} bytes")
+        server.check_slice(peer_of(request), files, num_chunks(file.num_bytes, chunk_bytes) * HASH_BYTES)
         return Response(await server.read_leaves(file), media_type=BINARY)
 
     @app.get(
