@@ -153,7 +153,7 @@ def _member_rows(directory: Path) -> list[dict[str, Any]]:
 
     record, revocations = MemberRecord(directory), Revocations(directory)
     revocations.check()
-    times = {serial: at for crl in revocations.crls().values() for serial, at in crl.serials.items()}
+    times = {serial: moment for crl in revocations.crls().values() for serial, moment in crl.serials.items()}
     rows = []
     for issued in sorted(record.certificates.values(), key=lambda issued: (issued.name, issued.expires_at)):
         revoked_at = times.get(int(issued.serial, 16))
@@ -164,12 +164,16 @@ def _member_rows(directory: Path) -> list[dict[str, Any]]:
 
 def _find_member(text: str, issuers: list[Path]) -> str:
     """The peer id of the member of an issuer with this name or serial number; else the text, which may be one."""
+    from forebay.network.pki.revocation import PEER_ID
+
+    if PEER_ID.fullmatch(text):  # a node chooses its name, which may be the peer id of another
+        return text
     rows = [row for directory in issuers for row in _member_rows(directory)]
-    found = [row for row in rows if text in (row["name"], row["serial"]) and row["state"] != "revoked"]
-    if len(found) > 1:
-        ids = ", ".join(f"{row['peer_id']} until {_date(row['expires_at'])}" for row in found)
+    matches = [row for row in rows if text in (row["name"], row["serial"]) and row["state"] != "revoked"]
+    if len(matches) > 1:
+        ids = ", ".join(f"{row['peer_id']} until {_date(row['expires_at'])}" for row in matches)
         raise UsageError(f"revoke: expected one member, got {text!r}, which {ids} have. Choose one of the peer ids.")
-    return found[0]["peer_id"] if found else text
+    return matches[0]["peer_id"] if matches else text
 
 
 def _network_tokens(args: Namespace) -> None:
@@ -177,11 +181,11 @@ def _network_tokens(args: Namespace) -> None:
 
     record, rows, lines = MemberRecord(args.directory), list[dict[str, Any]](), list[str]()
     for token in record.tokens.values():
-        left = token.uses - len(record.users[token.id])
-        is_valid = left > 0 and time.time() < token.expires_at
+        remaining = token.uses - len(record.users[token.id])
+        is_valid = remaining > 0 and time.time() < token.expires_at
         state = "withdrawn" if token.id in record.withdrawn else "valid" if is_valid else "used up or expired"
-        rows.append({**asdict(token), "uses_left": left, "state": state})
-        uses = f"{left} of {numbered(token.uses, 'use')} left"
+        rows.append({**asdict(token), "uses_left": remaining, "state": state})
+        uses = f"{remaining} of {numbered(token.uses, 'use')} left"
         lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope}")
     print_result(args, rows, *lines)
 
@@ -196,7 +200,7 @@ def _network_withdraw(args: Namespace) -> None:
             f"See `forebay network tokens {args.directory}`."
         )
     record.add(withdrawn=args.token_id)
-    print_result(args, {"id": args.token_id}, f"token {args.token_id} admits nobody from now on.")
+    print_result(args, {"id": args.token_id}, f"token {args.token_id} is withdrawn: it admits no more nodes.")
 
 
 def _network_revoke(args: Namespace) -> None:
@@ -360,7 +364,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("directory", _ISSUER, type=Path)
     p = verb("tokens", _network_tokens, "list the tokens that an issuer gave", network)
     p.add("directory", _ISSUER, type=Path)
-    p = verb("withdraw", _network_withdraw, "withdraw a token: it admits nobody any more", network)
+    p = verb("withdraw", _network_withdraw, "withdraw a token: it admits no more nodes", network)
     p.add("directory", _ISSUER, type=Path)
     p.add("token_id", "id of the token, as `network tokens` prints it", metavar="TOKEN_ID")
     p = verb("show", _network_show, "show a node's identity, scope, expiry and revocation lists", network)
