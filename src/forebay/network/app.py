@@ -331,14 +331,14 @@ def make_app(
 
 
 def _visible(families: Iterable[Metric], scope: CertificateScope) -> list[Metric]:
-    """Remove figures of other peers without the role admin, and of datasets that the scope does not cover."""
+    """Remove figures of other peers without the role viewer, and of datasets that the scope does not include."""
     visible = list(families)
     for family in visible:
         family.samples = [
             sample
             for sample in family.samples
-            if ("peer" not in sample.labels or scope.allows("admin"))
-            and ("dataset" not in sample.labels or scope.covers(sample.labels["dataset"]))
+            if ("peer" not in sample.labels or scope.allows("viewer"))
+            and ("dataset" not in sample.labels or scope.includes(sample.labels["dataset"]))
         ]
     return visible
 

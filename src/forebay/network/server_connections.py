@@ -31,6 +31,7 @@ from uvicorn.server import ServerState
 from forebay.errors import NetworkError
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
 from forebay.network.client import CRLS_HEADER
+from forebay.network.crl_exchange import CRLS
 from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, decrease
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity
@@ -376,7 +377,9 @@ class ServerCore:
         peer = connection.peer
         if self.identity is None and (refused := _refuse_page(scope, self.host)) is not None:
             return refused
-        if (reason := self.refusal(peer)) is not None:
+        # CRLs are signed and for all: a revoked member learns of it from the list itself.
+        is_public = scope["method"] == "GET" and scope["path"].startswith(CRLS)
+        if not is_public and (reason := self.refusal(peer)) is not None:
             error = ApiError(403, "revoked", reason)
             connection.record_refusal(f"{scope['method']} {scope['path']}", error)
             return error
