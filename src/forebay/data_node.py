@@ -21,12 +21,9 @@ from typing import Any, Self
 
 from fastapi.concurrency import run_in_threadpool
 
-from forebay.dataset.chunks import hash_slice
-from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.files import open_below
 from forebay.network.access import AccessPolicy
 from forebay.network.app import (
     ApiError,
@@ -172,7 +169,7 @@ class DataNode(SliceServer):
             row = dataset.table.row(file.index)
             first, last = start // row.chunk_bytes, -(-stop // row.chunk_bytes)
             try:
-                leaves = partial(_leaves, dataset, row)
+                leaves = partial(dataset.leaves, file.index)
                 await run_in_threadpool(verified.verify, file.index, row, leaves, first, last)
                 return file.path
             except (OSError, DatasetError) as error:
@@ -218,15 +215,3 @@ class DataNode(SliceServer):
             ids = {dataset["id"] for dataset in status["datasets"]}
             status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
         return JsonResponse(status)
-
-
-def _leaves(dataset: Dataset, row: SliceInfo) -> bytes:
-    """Return the hashes of the chunks of a slice; of its file where the dataset has none of them."""
-    try:
-        return dataset.leaves(row.index)
-    except DatasetError:
-        with open_below(dataset.path, row.name) as file:
-            root, leaves = hash_slice(file, row.chunk_bytes)
-        if root != row.sha256:
-            raise
-        return leaves

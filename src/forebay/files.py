@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from forebay.errors import DatasetError
+
 
 def _host() -> str:
     """Return the name of this machine; in a container with its PID namespace, as process ids are valid only there."""
@@ -107,31 +109,33 @@ def open_below(folder: Path, name: str) -> BinaryIO:
 
     Raises OSError; PermissionError for a link, or what is not a file.
     """
-    path, flags = folder / name, os.O_RDONLY | os.O_CLOEXEC
+    flags, path = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, str(folder / name)
     descriptor = os.open(folder, flags | os.O_DIRECTORY)
     for part in name.split("/"):
         above = descriptor
         try:
-            if part in ("", ".."):
-                raise PermissionError(errno.EPERM, "a path that leads out of its directory", str(path))
-            descriptor = os.open(part, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+            descriptor = os.open("" if part == ".." else part, flags | os.O_NOFOLLOW, dir_fd=above)
         except OSError as error:
-            error.filename = str(path)
+            error.filename = path
             if error.errno == errno.ELOOP:
-                raise PermissionError(errno.EPERM, _LINK, error.filename) from error
+                raise PermissionError(errno.EPERM, _LINK, path) from error
             raise
         finally:
             os.close(above)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise PermissionError(errno.EPERM, "no regular file", str(path))
+        raise PermissionError(errno.EPERM, "no regular file", path)
     return os.fdopen(descriptor, "rb")
 
 
 def path_below(folder: Path, name: str) -> Path:
-    """Return the path of a file that `open_below` opens, for a library that opens it itself. Raises OSError."""
-    open_below(folder, name).close()
-    return folder / name
+    """Return the path of a file that `open_below` opens, for what opens it itself. Raises DatasetError."""
+    path = folder / name
+    try:
+        open_below(folder, name).close()
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror}. Check the path, or fetch it again.") from error
+    return path
 
 
 def sync_file(path: str | Path) -> None:

@@ -56,20 +56,21 @@ def own_directory(path: Path, advice: str = "Name another directory, such as one
     """
     path.mkdir(0o700, parents=True, exist_ok=True)
     status, own = path.stat(), os.getuid()
-    foreign = {path.lstat().st_uid, status.st_uid} - {0, own}
-    if foreign:
-        with suppress(OSError), tempfile.TemporaryFile(dir=path) as probe:  # The file system may map users.
-            foreign.discard(os.fstat(probe.fileno()).st_uid)
-    is_open = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-    if is_open and not foreign and status.st_uid == own and not status.st_mode & stat.S_ISVTX:
+    users, is_open = {path.lstat().st_uid, status.st_uid} - {0, own}, status.st_mode & 0o022
+    if is_open and status.st_uid == own and not status.st_mode & stat.S_ISVTX:
         with os.scandir(path) as entries:
-            foreign = {entry.stat(follow_symlinks=False).st_uid for entry in entries} - {own}
-        if not foreign:
-            path.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
-            is_open = False
-    if foreign or is_open:
-        got = f"files of user {foreign.pop()}" if foreign else "one to which others may write"
-        raise UsageError(f"{path}: expected a directory that only this user can change, got {got}. {advice}")
+            users |= {entry.stat(follow_symlinks=False).st_uid for entry in entries} - {own}
+        if not users:
+            path.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+            return path
+    if users:
+        with suppress(OSError), tempfile.TemporaryFile(dir=path) as probe:  # The file system may map users.
+            users.discard(os.fstat(probe.fileno()).st_uid)
+    if users or is_open:
+        raise UsageError(
+            f"{path}: expected a directory that only this user can change, got mode {status.st_mode & 0o7777:o}, and "
+            f"other users {sorted(users)}. {advice}"
+        )
     return path
 
 

@@ -7,11 +7,9 @@ has the leaves of all slices, in their order.
 """
 
 import hashlib
-import io
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
@@ -106,11 +104,11 @@ class HashedPieces:
             yield piece
 
 
-def hash_slice(path: Path | str | BinaryIO, chunk_bytes: int) -> tuple[str, bytes]:
-    """The id of a slice's file, or of an open one, in hex, and the leaves of its tree. Raises OSError."""
+def hash_slice(path: Path | str, chunk_bytes: int) -> tuple[str, bytes]:
+    """The id of a slice's file, in hex, and the leaves of its tree. Raises OSError."""
     hasher, buffer = ChunkHasher(chunk_bytes), memoryview(bytearray(_READ_BYTES))
-    with Path(path).open("rb", buffering=0) if isinstance(path, Path | str) else nullcontext(path) as file:
-        while count := cast("io.BufferedReader", file).readinto(buffer):
+    with Path(path).open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
             hasher.update(buffer[:count])
     leaves = hasher.leaves()
     return root_of(leaves), leaves

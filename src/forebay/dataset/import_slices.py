@@ -15,7 +15,7 @@ from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Ma
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
 from forebay.errors import DatasetError, UsageError
-from forebay.files import atomic_write, remove_stale
+from forebay.files import atomic_write, path_below, remove_stale
 
 
 def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
@@ -45,11 +45,11 @@ def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
     paths = sorted((p.relative_to(folder).as_posix(), p) for p in folder.rglob("*.safetensors") if p.is_file())
     if not paths:
         raise DatasetError(f"import: expected .safetensors files in {folder}, got none.")
-    first = open_slice(paths[0][1], folder)
+    first = open_slice(path_below(folder, paths[0][0]))
     layout, shared = first.layout, _signature(first)
     rows, frames = list[SliceInfo](), list[bytes]()
     for index, (relative, path) in enumerate(paths):
-        opened = open_slice(path, folder)
+        opened = open_slice(path_below(folder, relative))
         joined = _join(shared, _signature(opened)) if opened.layout == layout else None
         if joined is None:
             raise DatasetError(

@@ -184,13 +184,12 @@ class Manifest:
             raise DatasetError(
                 f"{TABLE_FILE}: expected the manifest's totals {expected}, got {actual}. Fetch both files again."
             )
-        # Readers allocate a byte a chunk, and numbers for every so many tokens, before they see a slice.
-        if (chunks := _sum(-(-table.bytes // self.chunk_bytes))) > _MAX_CHUNKS:
-            raise DatasetError(f"{location}: expected at most {_MAX_CHUNKS} chunks, got {chunks}. Fetch it again.")
-        if self.layout == "tokens":
-            items = table.bytes // TOKEN_DTYPES[self.dtype].itemsize
-            if (table.count > items).any() or (table.documents > items).any():
-                raise DatasetError(f"{location}: expected slices with room for their tokens, got less. Fetch it again.")
+        # Readers allocate for so many chunks and tokens before they see a slice.
+        if (chunks := _sum(-(-table.bytes // self.chunk_bytes))) > _MAX_CHUNKS or self.tokens > self.bytes:
+            raise DatasetError(
+                f"{location}: expected at most {_MAX_CHUNKS} chunks and a token a byte, got {chunks} chunks, "
+                f"{self.bytes} bytes and {self.tokens} tokens. Fetch it again."
+            )
         return table
 
 

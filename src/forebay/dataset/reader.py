@@ -184,11 +184,8 @@ class Dataset:
         return len(self.table)
 
     def file(self, name: str) -> Path:
-        """Return the path of a file beside the slices. Raises DatasetError if it is missing, or a link."""
-        try:
-            return path_below(self.path, name)
-        except OSError as error:
-            raise DatasetError(f"{self.path / name}: cannot be read: {error.strerror}. Fetch it again.") from error
+        """Return the path of a file. Raises DatasetError if it is missing, or a link."""
+        return path_below(self.path, name)
 
     def slice_path(self, index: int) -> Path:
         """The path of slice `index`. Raises UsageError if it is outside [0, num_slices)."""
@@ -222,7 +219,7 @@ class Dataset:
     def map_slice(self, index: int) -> Slice:
         """As `read_slice`, without hashing any byte: `verify_chunks` does, of what is used."""
         row = self.table.row(index)
-        opened = open_slice(self.path / row.name, self.path)
+        opened = open_slice(self.file(row.name))
         size = opened.path.stat().st_size
         if size != row.bytes:
             raise DatasetError(f"{opened.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
@@ -344,7 +341,7 @@ class Dataset:
 
     def _columns(self) -> dict[str, str]:
         try:
-            first = open_slice(self.slice_path(0), self.path)
+            first = open_slice(self.file(self.table.row(0).name))
         except (DatasetError, UsageError):
             return {}
         return {name: f"{first.dtypes[name]} {list(array.shape[1:])}" for name, array in first.tensors.items()}
@@ -362,7 +359,7 @@ class Dataset:
         files += zip(self.table.names.to_pylist(), self.table.bytes.tolist(), hashes)
         names: dict[str, list[str]] = {"": [], "changed": [], "missing": []}
         with ThreadPoolExecutor(workers or self._num_hashers) as pool:
-            for (name, size, _), state in zip(files, pool.map(lambda file: self._state_of(*file), files)):
+            for (name, size, _), state in zip(files, pool.map(lambda file: self.file_state(*file), files)):
                 names[state].append(name)
                 if on_progress is not None:
                     on_progress(size or 0)
@@ -371,13 +368,14 @@ class Dataset:
         failed = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
         return VerifyReport(not failed, failed, changed, missing, extra)
 
-    def _state_of(self, name: str, size: int | None, sha256: str) -> str:
+    def file_state(self, name: str, size: int | None, sha256: str) -> str:
         """ "", "changed" or "missing": how a slice, or a file without a size, compares with its hash."""
         try:
             with open_below(self.path, name) as file:
                 if size not in (None, os.fstat(file.fileno()).st_size):
                     return "changed"
-                got = hash_file(file) if size is None else hash_slice(file, self.table.chunk_bytes)[0]
+            path = self.path / name
+            got = hash_file(path) if size is None else hash_slice(path, self.table.chunk_bytes)[0]
         except (FileNotFoundError, NotADirectoryError):
             return "missing"
         except OSError:

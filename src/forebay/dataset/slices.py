@@ -21,7 +21,7 @@ import numpy as np
 from forebay.arrays import U8, U16, U32, U64, Array
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
-from forebay.files import open_atomic, open_below
+from forebay.files import open_atomic
 from forebay.maps import map_file
 
 MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
@@ -76,18 +76,15 @@ class Slice:
         return array
 
 
-def open_slice(path: Path | str, below: Path | None = None) -> Slice:
+def open_slice(path: Path | str) -> Slice:
     """Map a SafeTensors file. Only the header is read, and checked against the file's size.
-
-    `below`: a directory that somebody else made, in which it is: see `open_below`.
 
     Raises:
         DatasetError: If the file is missing or not valid SafeTensors.
     """
     path = Path(os.fspath(path))  # A path of a file elsewhere refuses.
     try:
-        opened = path.open("rb") if below is None else open_below(below, path.relative_to(below).as_posix())
-        with opened as file:
+        with path.open("rb") as file:
             memory = map_file(file)
     except OSError as error:
         raise DatasetError(

@@ -13,10 +13,11 @@ from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
+from forebay.files import path_below
 from forebay.formats.base import formats, get_format
 from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import RAW_TOKENS, detect
-from forebay.formats.external import ExternalDataset, below, reading
+from forebay.formats.external import ExternalDataset, reading
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
 from forebay.formats.saved_arrow import STATE_FILE, check_split
 from forebay.formats.vectors import (
@@ -85,7 +86,7 @@ def _open_directory(path: Path, dtype: Any, column: str | None) -> ExternalDatas
     else:
         opened = open_token_files(path, [file for file in files if file.parent == path], dtype)
     for file in opened.files if opened is not None else ():
-        below(path, file)
+        path_below(path, file.relative_to(path).as_posix())
     return opened
 
 

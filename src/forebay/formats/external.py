@@ -28,7 +28,6 @@ from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
-from forebay.files import path_below
 from forebay.storage.compression import limit_large_blocks
 from forebay.storage.remote_path import RemotePath
 
@@ -246,12 +245,6 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-
-
-def below(folder: Path, path: Path) -> Path:
-    """Return a path in a folder. Raises DatasetError if there is no regular file, or a link leads there."""
-    with reading(path):
-        return path_below(folder, path.relative_to(folder).as_posix())
 
 
 def unreadable(path: Path, error: Exception) -> DatasetError:

@@ -21,6 +21,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError
+from forebay.files import path_below
 from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
@@ -275,6 +276,6 @@ def _decode_array(data: bytes) -> Array:
 
 def _find_block(folder: Path, index: LitDataIndex, number: int) -> blocks.Block:
     chunk, codec = index.chunks[number], (index.config.compression or "").partition(":")[0]
-    path = external.below(folder, folder / chunk.filename)
+    path = path_below(folder, chunk.filename)
     stored = external.file_size(path) if codec else chunk.chunk_bytes
     return blocks.Block(path, chunk.chunk_size, chunk.chunk_bytes, stored, codec)

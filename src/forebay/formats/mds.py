@@ -23,6 +23,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError, UsageError
+from forebay.files import path_below
 from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
@@ -249,11 +250,11 @@ def _described(name: str, data: bytes) -> dict[str, Any]:
 
 def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
     for file in shard.files:
-        if (path := folder / file.basename).is_file():
+        if (folder / file.basename).is_file():
             codec = "" if file is shard.raw_data else (shard.compression or "none").partition(":")[0]
             hashes, name = file.hashes or {}, file.hash_name
             num_bytes = shard.raw_data.bytes
-            path = external.below(folder, path)
+            path = path_below(folder, file.basename)
             return blocks.Block(path, shard.samples, num_bytes, file.bytes, codec, name, hashes.get(name, ""))
     path = folder / shard.raw_data.basename
     raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")

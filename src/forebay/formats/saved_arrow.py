@@ -18,6 +18,7 @@ import pyarrow.ipc
 
 from forebay.arrays import U64, Array
 from forebay.errors import DatasetError, UsageError
+from forebay.files import path_below
 from forebay.formats import external
 from forebay.formats.columns import common_schema
 from forebay.formats.layout import layout_of_tokens
@@ -90,7 +91,7 @@ def files_of(path: Path) -> list[Path]:
         isinstance(n, str) and n not in ("", ".", "..") and "/" not in n and n.isprintable() for n in names
     ):
         raise DatasetError(f"{state_file}: expected names of files beside it, got {str(names)[:200]}.")
-    return [external.below(path, path / name) for name in names]
+    return [path_below(path, name) for name in names]
 
 
 @contextmanager

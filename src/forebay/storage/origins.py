@@ -220,7 +220,7 @@ class RemoteDataset(Dataset):
             with suppress(NetworkError):
                 yield read_whole(source, CHUNKS_FILE, start, start + num_bytes)
 
-    def _state_of(self, name: str, size: int | None, sha256: str) -> str:
+    def file_state(self, name: str, size: int | None, sha256: str) -> str:
         """The best state of a file at any source, read and not stored: "", "changed" or "missing"."""
         states = set[str]()
         for source in self.origin.sources():

@@ -31,10 +31,8 @@ from forebay.closing import Closing
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, hash_slice, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, NetworkError, ProtocolError
 from forebay.fetch.cache import ChunkCache
-from forebay.files import open_below
 from forebay.network.app import (
     BINARY,
     CHARGE_BYTES,
@@ -131,9 +129,8 @@ class SmallFiles(dict[str, ServedFile]):
         for name, sha256 in sorted(dataset.manifest.listed_files.items()):
             try:
                 if dataset.is_local:
-                    with open_below(dataset.path, name) as file:
-                        if (got := hash_file(file)) != sha256:
-                            raise DatasetError(f"expected sha256 {sha256}, got {got}. Fetch or prepare it again.")
+                    if state := dataset.file_state(name, None, sha256):
+                        raise DatasetError(f"it is {state}. Fetch or prepare it again.")
                     self[name] = dataset.path / name
                     continue
                 size = origin.size(name)

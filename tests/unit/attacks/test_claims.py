@@ -13,13 +13,12 @@ from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError
 
 PB = 1 << 50
-CLAIMS = [({"bytes": PB}, "chunks"), ({"bytes": PB, "count": PB // 2}, "chunks"), ({"count": PB}, "room"),
-          ({"documents": PB}, "room"), ({"bytes": 1 << 47}, "chunks"), ({"count": 1 << 62}, "room")]  # fmt: skip
+CLAIMS = [{"bytes": PB}, {"bytes": PB, "count": PB // 2}, {"count": PB}, {"bytes": 1 << 47}, {"count": 1 << 62}]
 
 
-@pytest.mark.parametrize("claim, what", CLAIMS)
+@pytest.mark.parametrize("claim", CLAIMS)
 @pytest.mark.parametrize("more", [{}, {"packing": "best_fit"}, {"shuffle": False}])
-def test_a_loader_on_a_table_of_lies(tmp_path: Path, claim: dict[str, int], what: str, more: dict) -> None:
+def test_a_loader_on_a_table_of_lies(tmp_path: Path, claim: dict[str, int], more: dict) -> None:
     for i in range(3):
         write_token_slice(tmp_path / f"{i}.safetensors", np.arange(200, dtype=np.uint16), np.array([200], np.uint64))
     dataset = import_slices(tmp_path)
@@ -30,5 +29,5 @@ def test_a_loader_on_a_table_of_lies(tmp_path: Path, claim: dict[str, int], what
     (tmp_path / "manifest.json").write_bytes(
         replace(lied, lengths_sha256=m.lengths_sha256, lengths_bytes=m.lengths_bytes).to_json()
     )
-    with pytest.raises(DatasetError, match=what):
+    with pytest.raises(DatasetError, match="expected at most 2147483648 chunks and a token a byte"):
         forebay.Loader(tmp_path, seq_len=16, batch_size=1, **more)
