@@ -186,8 +186,12 @@ class DataNode(SliceServer):
         if self._access.path is None:
             return None
 
+        charged_at = time.time()
+
         def count(num_bytes: int) -> bool:
-            return self._access.check(peer, file.dataset, file.dataset_id, num_bytes, time.time()) is None
+            nonlocal charged_at  # What is given back is of the day on which it was charged.
+            charged_at = time.time() if num_bytes > 0 else charged_at
+            return self._access.check(peer, file.dataset, file.dataset_id, num_bytes, charged_at) is None
 
         return count
 

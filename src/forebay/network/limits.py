@@ -41,6 +41,7 @@ class ServerLimits:
     bytes_per_s: float = 4e9  # of slices and files; sending waits beyond it
     organisation_bytes_per_s: float = 16e9
     upload_bytes_per_s: float = math.inf  # to all together
+    refusals_per_s: float = 100.0  # per peer; further ones are answered later, the burst is twice as many
     body_bytes: int = 1 << 20  # per request
     body_bytes_per_s: float = 4 << 20  # per peer, as reading them is work; the burst is twice as many
     idle_s: float = 60.0  # of a connection between requests
@@ -135,6 +136,10 @@ class RequestTable:
         self._by_peer[party] += 1
         self._by_org[group] += 1
         return None
+
+    def count_refusal(self, peer: Peer, now: float) -> float:
+        """Count a response of status 4xx; return the seconds to wait before it is sent."""
+        return self._bucket(f"refusals {peer.party}", self.limits.refusals_per_s).take(1.0, now)
 
     def count_body(self, peer: Peer, num_bytes: int, now: float) -> None:
         """Count bytes of a body that were received."""

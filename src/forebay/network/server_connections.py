@@ -42,6 +42,7 @@ PIECE_S = 0.1  # maximum wait for a piece under a limit of the upload
 MAX_PIPELINED = 16
 MAX_HEAD_BYTES = 32 << 10
 SLOW_S = 2.0
+MAX_DELAY_S = 5.0
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".localdomain", ".home.arpa", ".lan", ".svc")
 log = logging.getLogger("forebay.network")
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings of malformed requests could fill a disk
@@ -359,6 +360,7 @@ class ServerCore:
                 self.answers[refused.status] += 1
                 self.limited[refused.code] += 1
                 connection.end_if_unread()
+                await self._delay(connection)
                 await refused.response()(scope, receive, send)
                 return
             try:
@@ -409,6 +411,8 @@ class ServerCore:
                 started = True
                 self.answers[message["status"]] += 1
                 connection.end_if_unread()
+                if 400 <= message["status"] < 500:
+                    await self._delay(connection)
             await send(message)
             connection.sent_at = self.time()
 
@@ -426,6 +430,11 @@ class ServerCore:
                 await error.response()(scope, receive, counted_send)
             else:
                 connection.abort()
+
+    async def _delay(self, connection: PeerProtocol) -> None:
+        """Wait where a peer is refused too often: what is answered with an error costs its sender time."""
+        if (wait_s := self.requests.count_refusal(connection.peer, self.loop.time())) > 0:
+            await asyncio.sleep(min(MAX_DELAY_S, wait_s))
 
     def sweep(self) -> None:
         """End connections that are late, expired or revoked."""

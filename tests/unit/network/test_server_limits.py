@@ -9,6 +9,7 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from forebay.network import app
 from forebay.network.app import JsonResponse, file_response, make_app, role
 from forebay.network.peer import Peer, Scope
 from support.handlers import Request
@@ -25,6 +26,12 @@ class Handler:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.gate = asyncio.Event()
+        self.charged, self.quota = 0, LARGE << 10
+
+    def charge(self, num_bytes: int) -> bool:
+        is_left = self.charged + num_bytes <= self.quota
+        self.charged += num_bytes * is_left
+        return is_left
 
     async def __call__(self, request: Request) -> Response:
         match request.path:
@@ -32,6 +39,10 @@ class Handler:
                 await self.gate.wait()
             case "/file":
                 return file_response(request.http, self.file, self.file.stat().st_size)
+            case "/charged":
+                response = file_response(request.http, self.file, self.file.stat().st_size)
+                response.charge = self.charge
+                return response
             case "/memory":
                 return file_response(request.http, bytes(4 * LARGE), 4 * LARGE)
             case "/large":
@@ -157,6 +168,23 @@ def test_rate_of_requests(start: Start, own: bool) -> None:
     assert connections[0].ask("/").status == 200
 
 
+@pytest.mark.parametrize("path", ["/nothing/here", "/"])
+def test_refusals_beyond_their_rate_are_answered_later(start: Start, path: str) -> None:
+    """Those of a handler, and those of a limit; others are served meanwhile."""
+    server = start(refusals_per_s=10, **({} if path != "/" else {"requests_per_s": 1e-3}))
+    flood = server.connect("flood")
+    request = f"PUT {path} HTTP/1.1\r\n\r\n".encode()
+    for _ in range(20):
+        flood.send(request)
+    assert len(flood.answers()) == 20
+    flood.send(*[request] * 10)
+    assert not flood.answers() and (path == "/" or is_served(server, "member"))
+    server.loop.advance(0.55)
+    assert len(flood.answers()) == 5
+    server.loop.advance(0.6)
+    assert len(flood.answers()) == 5
+
+
 def test_a_role_is_checked_before_the_body_is_read() -> None:
     app, bodies = make_app("test"), []
 
@@ -249,6 +277,26 @@ def test_who_reads_nothing_is_cut(start: Start, path: bytes) -> None:
         got += num
         server.loop.advance(7.0)
     assert got > 8 * LARGE
+
+
+def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads nothing and hangs up is charged for what was sent; where no quota is left the connection ends."""
+    monkeypatch.setattr(app, "CHARGE_BYTES", LARGE)
+    server = start()
+    for _ in range(100):
+        connection = server.connect("thief")
+        connection.is_reading = False
+        connection.send(b"GET /charged HTTP/1.1\r\n\r\n")
+        assert handler.charged <= (handler.charged // LARGE + 1) * LARGE
+        connection.hang_up()
+    sent = handler.charged
+    assert 0 < sent <= 100 * (256 << 10)
+    assert len(server.connect("reader").ask("/charged").body) == 4 * LARGE and handler.charged == sent + 4 * LARGE
+    handler.quota = handler.charged + 2 * LARGE
+    connection = server.connect("reader")
+    connection.send(b"GET /charged HTTP/1.1\r\n\r\n")
+    assert not connection.is_open and 2 * LARGE <= len(connection.received) < 2 * LARGE + 1000
+    assert handler.charged == handler.quota
 
 
 def test_a_server_that_was_slow_itself_cuts_no_client(start: Start) -> None:
