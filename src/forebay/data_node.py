@@ -21,7 +21,8 @@ from typing import Any, Self
 
 from fastapi.concurrency import run_in_threadpool
 
-from forebay.dataset.manifest import SliceTable
+from forebay.dataset.chunks import hash_slice
+from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
@@ -171,7 +172,7 @@ class DataNode(SliceServer):
             try:
                 if not await run_in_threadpool(verified.is_verified, file.index, row):
                     async with self._hashing:  # Others wait here, and not in the few threads.
-                        await run_in_threadpool(verified.verify, file.index, row, partial(dataset.leaves, file.index))
+                        await run_in_threadpool(verified.verify, file.index, row, partial(_leaves, dataset, row))
                 return file.path
             except (OSError, DatasetError) as error:
                 log.error("slice %s is not served: %s", row.sha256, error)
@@ -194,6 +195,17 @@ class DataNode(SliceServer):
             ids = {dataset["id"] for dataset in status["datasets"]}
             status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
         return JsonResponse(status)
+
+
+def _leaves(dataset: Dataset, row: SliceInfo) -> bytes:
+    """Return the hashes of the chunks of a slice; of its file where the dataset has none."""
+    try:
+        return dataset.leaves(row.index)
+    except DatasetError:
+        root, leaves = hash_slice(dataset.file(row.name), row.chunk_bytes)
+        if root != row.sha256:
+            raise
+        return leaves
 
 
 def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
