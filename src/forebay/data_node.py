@@ -21,6 +21,8 @@ from typing import Any, Self
 
 from fastapi.concurrency import run_in_threadpool
 
+from forebay.dataset.chunks import hash_slice
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, ForebayError, UsageError
@@ -169,7 +171,7 @@ class DataNode(SliceServer):
             row = dataset.table.row(file.index)
             first, last = start // row.chunk_bytes, -(-stop // row.chunk_bytes)
             try:
-                leaves = partial(dataset.leaves, file.index)
+                leaves = partial(_leaves, dataset, row)
                 await run_in_threadpool(verified.verify, file.index, row, leaves, first, last)
                 return file.path
             except (OSError, DatasetError) as error:
@@ -219,3 +221,14 @@ class DataNode(SliceServer):
             ids = {dataset["id"] for dataset in status["datasets"]}
             status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
         return JsonResponse(status)
+
+
+def _leaves(dataset: Dataset, row: SliceInfo) -> bytes:
+    """Return the hashes of the chunks of a slice; of its file where the dataset has none."""
+    try:
+        return dataset.leaves(row.index)
+    except DatasetError:
+        root, leaves = hash_slice(dataset.file(row.name), row.chunk_bytes)
+        if root != row.sha256:
+            raise
+        return leaves

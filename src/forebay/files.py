@@ -134,7 +134,7 @@ def path_below(folder: Path, name: str) -> Path:
     try:
         open_below(folder, name).close()
     except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror}. Check the path, or fetch it again.") from error
+        raise DatasetError(f"{path}: cannot be read: {error.strerror}. Fetch or prepare it again.") from error
     return path
 
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from forebay.arrays import I64, U8
+from forebay.arrays import U8
 from forebay.dataset.chunks import HASH_BYTES, consecutive_runs, first_chunks, wrong_chunks
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
@@ -58,38 +58,34 @@ class VerifiedChunks:
         with self._open_slice(row) as file:
             flags = self._flags(index, file, row)
             missing = first + np.flatnonzero(flags[first:last] == 0)
-            if len(missing):
-                self._verify(index, file, row, leaves, missing, flags)
-
-    def _verify(
-        self, index: int, file: BinaryIO, row: SliceInfo, leaves: Callable[[], bytes], missing: I64, flags: U8
-    ) -> None:
-        path = self._folder / row.name
-        expected, size = self._leaves.get(index) or leaves(), row.chunk_bytes
-        if len(self._leaves) >= _MAX_LEAVES:
-            self._leaves.clear()
-        self._leaves[index] = expected
-        for run in consecutive_runs(missing):
-            count = max(1, _READ_BYTES // size)
-            for start in range(0, len(run), count):
-                low, high = int(run[start]), int(run[min(len(run), start + count) - 1]) + 1
-                file.seek(low * size)
-                data = memoryview(file.read(min(row.bytes, high * size) - low * size))
-                if low * size + len(data) < min(row.bytes, high * size):
-                    raise DatasetError(
-                        f"{path}: expected {row.bytes:,} bytes, got {low * size + len(data):,}: it was truncated while "
-                        "it was read. Fetch or prepare this slice again."
-                    )
-                if wrong := wrong_chunks(data, expected[low * HASH_BYTES : high * HASH_BYTES], row.chunk_bytes):
-                    begin = (low + wrong[0]) * size
-                    raise DatasetError(
-                        f"{path}: expected the dataset's bytes in [{begin}, {min(row.bytes, begin + size)}), got "
-                        f"others (slice {row.sha256[:12]}…). The dataset was changed, or its disk fails. Fetch or "
-                        "prepare this slice again."
-                    )
-                flags[low:high] = 1
-        if flags.all():
-            self._leaves.pop(index, None)
+            if not len(missing):
+                return
+            path = self._folder / row.name
+            expected, size = self._leaves.get(index) or leaves(), row.chunk_bytes
+            if len(self._leaves) >= _MAX_LEAVES:
+                self._leaves.clear()
+            self._leaves[index] = expected
+            for run in consecutive_runs(missing):
+                count = max(1, _READ_BYTES // size)
+                for start in range(0, len(run), count):
+                    low, high = int(run[start]), int(run[min(len(run), start + count) - 1]) + 1
+                    file.seek(low * size)
+                    data = memoryview(file.read(min(row.bytes, high * size) - low * size))
+                    if low * size + len(data) < min(row.bytes, high * size):
+                        raise DatasetError(
+                            f"{path}: expected {row.bytes:,} bytes, got {low * size + len(data):,}: it was truncated "
+                            "while it was read. Fetch or prepare this slice again."
+                        )
+                    if wrong := wrong_chunks(data, expected[low * HASH_BYTES : high * HASH_BYTES], row.chunk_bytes):
+                        begin = (low + wrong[0]) * size
+                        raise DatasetError(
+                            f"{path}: expected the dataset's bytes in [{begin}, {min(row.bytes, begin + size)}), got "
+                            f"others (slice {row.sha256[:12]}…). The dataset was changed, or its disk fails. Fetch or "
+                            "prepare this slice again."
+                        )
+                    flags[low:high] = 1
+            if flags.all():
+                self._leaves.pop(index, None)
 
     @contextmanager
     def _open_slice(self, row: SliceInfo) -> Iterator[BinaryIO]:

@@ -147,7 +147,7 @@ def get_format(name: str) -> Format:
     """Return a format by name. Raises UsageError if there is none, or it cannot be loaded."""
     if name not in format_names():
         raise UsageError(f"format: expected one of {', '.join(format_names())}, got {name!r}.")
-    plugin = load_plugin(ENTRY_POINTS, name, {key: f"forebay.formats.{place}" for key, place in BUILT_IN.items()})()
+    plugin = load_plugin(ENTRY_POINTS, name, {key: f"forebay.formats.{path}" for key, path in BUILT_IN.items()})()
     if not isinstance(plugin, Format) or plugin.name != name:
         raise UsageError(
             f"format {name}: expected a forebay.formats.base.Format of that name, got {type(plugin).__name__} "

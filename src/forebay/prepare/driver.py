@@ -446,9 +446,9 @@ def _process_splits(
     # One of each kind starts first: then the remaining time is known.
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     weights = [size + (index in firsts.values()) * sum(sizes) for index, size in enumerate(sizes)]
-    count, inputs = run.count_documents("text", sizes, kinds), {f.path: f for split in splits for f in split.files}
-    # The sum of all splits: whether the run fails does not depend on their order.
-    budget = OutputBudget(InputSplit(tuple(inputs.values())), recipe.read)
+    # Of the sum of all splits: whether the run fails does not depend on their order.
+    budget = OutputBudget(InputSplit(tuple({f.path: f for split in splits for f in split.files}.values())), recipe.read)
+    count = run.count_documents("text", sizes, kinds)
 
     def add(index: int, result: TextResult) -> None:
         count(index, result)

@@ -42,7 +42,7 @@ def open_verified() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(machine.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "user"))
     return tmp_path
@@ -51,14 +51,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @as_root
 @pytest.mark.parametrize("how", USES)
 @pytest.mark.parametrize("what", ["directory", "link", "file in it"])
-def test_a_directory_of_another_user(place: Path, monkeypatch: pytest.MonkeyPatch, how: str, what: str) -> None:
+def test_a_directory_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, what: str) -> None:
     name, use = USES[how]
     monkeypatch.setattr(machine.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
-    path = place / name
+    path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if what == "link":
-        (place / "target").mkdir()
-        path.symlink_to(place / "target")
+        (folder / "target").mkdir()
+        path.symlink_to(folder / "target")
     else:
         path.mkdir()
     if what == "file in it":
@@ -66,22 +66,22 @@ def test_a_directory_of_another_user(place: Path, monkeypatch: pytest.MonkeyPatc
         (path / "f").touch()
     os.chown(path / "f" if what == "file in it" else path, STRANGER, STRANGER, follow_symlinks=False)
     with pytest.raises(UsageError, match=rf"only this user can change, got mode .*, and other users \[{STRANGER}\]"):
-        use(place)
-    assert not (place / "target").exists() or not any((place / "target").iterdir())
+        use(folder)
+    assert not (folder / "target").exists() or not any((folder / "target").iterdir())
 
 
 @as_root
-def test_compiled_code_of_another_user_is_not_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = place / "numba"
+def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = folder / "numba"
     parent.mkdir(mode=0o755)
     os.chown(parent, STRANGER, STRANGER)  # Whoever owns it can replace what is in it.
-    monkeypatch.setattr(compiled, "_parents", lambda: iter([parent, place / "own"]))
-    assert compiled._directory.__wrapped__().startswith(str(place / "own"))
+    monkeypatch.setattr(compiled, "_parents", lambda: iter([parent, folder / "own"]))
+    assert compiled._directory.__wrapped__().startswith(str(folder / "own"))
 
 
-def test_an_own_directory_is_private_or_is_made_so(place: Path) -> None:
-    assert (machine.own_directory(place / "new" / "d").stat().st_mode & 0o777) == 0o700
-    old = place / "old"
+def test_an_own_directory_is_private_or_is_made_so(folder: Path) -> None:
+    assert (machine.own_directory(folder / "new" / "d").stat().st_mode & 0o777) == 0o700
+    old = folder / "old"
     old.mkdir()
     old.chmod(0o775)  # As `mkdir` makes it with umask 002.
     (old / "f").touch()
@@ -93,8 +93,8 @@ def test_an_own_directory_is_private_or_is_made_so(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["state", "locks/room"])
-def test_a_link_in_a_cache_is_not_followed(place: Path, name: str) -> None:
-    cache, victim = place / "cache", place / "victim"
+def test_a_link_in_a_cache_is_not_followed(folder: Path, name: str) -> None:
+    cache, victim = folder / "cache", folder / "victim"
     victim.write_text("mine\n")
     (cache / name).parent.mkdir(parents=True, exist_ok=True)
     (cache / name).symlink_to(victim)
@@ -103,8 +103,8 @@ def test_a_link_in_a_cache_is_not_followed(place: Path, name: str) -> None:
     assert victim.read_text() == "mine\n"
 
 
-def test_a_file_system_that_maps_users_is_no_stranger(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / "d").mkdir(mode=0o700)
+def test_a_file_system_that_maps_users_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "d").mkdir(mode=0o700)
     own = os.getuid()
     monkeypatch.setattr(machine.os, "getuid", lambda: own + 1)  # Every file there is of another user than this one.
-    assert machine.own_directory(place / "d") == place / "d"
+    assert machine.own_directory(folder / "d") == folder / "d"

@@ -13,8 +13,7 @@ import forebay
 from forebay.convert import convert
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import MANIFEST_FILE
-from forebay.dataset.reader import open_dataset, verify_dataset
-from forebay.dataset.verified import VerifiedChunks
+from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
 from forebay.errors import DatasetError, ForebayError
 from forebay.files import open_below
 from forebay.formats.conversion import ConvertOptions
@@ -169,9 +168,8 @@ def test_a_slice_is_hashed_once_until_its_file_changes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    hashed, verify = [], VerifiedChunks._verify
-    counted = lambda self, index, *rest: (hashed.append(index), verify(self, index, *rest))  # noqa: E731
-    monkeypatch.setattr(VerifiedChunks, "_verify", counted)
+    hashed, leaves = [], Dataset.leaves
+    monkeypatch.setattr(Dataset, "leaves", lambda self, index: (hashed.append(index), leaves(self, index))[1])
     with ExitStack() as stack:
         served = Served(data, tmp_path, stack)
         assert [served.slice(1) for _ in range(3)] and hashed == [1]

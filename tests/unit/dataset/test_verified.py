@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import forebay
-from forebay.dataset.reader import open_dataset
-from forebay.dataset.verified import VerifiedChunks
+from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import DatasetError, UsageError
 from support.token_slices import write_tokens
 
@@ -25,13 +24,13 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed."""
     names = []
 
-    verify = VerifiedChunks._verify
+    leaves = Dataset.leaves  # Which are read to hash a slice.
 
-    def counting(self, index, file, row, *arguments):
-        names.append(row.name)
-        return verify(self, index, file, row, *arguments)
+    def counting(self, index):
+        names.append(f"{index}.safetensors")
+        return leaves(self, index)
 
-    monkeypatch.setattr(VerifiedChunks, "_verify", counting)
+    monkeypatch.setattr(Dataset, "leaves", counting)
     return names
 
 
