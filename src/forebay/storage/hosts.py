@@ -31,7 +31,7 @@ def parse_peer_address(address: str) -> HostPort:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
     if not colon or not is_port or not is_host(host):
-        raise ProtocolError(f"address: expected HOST:PORT, got {address[:300]!r}")
+        raise ProtocolError(f"address: expected HOST:PORT, got {address.rpartition('@')[2][:300]!r}")
     return host, int(port)
 
 

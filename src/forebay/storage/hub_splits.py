@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError, PrintableUrl, UsageError
 from forebay.storage.addresses import fixed_folder, glob_matcher, is_ignored
 from forebay.storage.hub import API_TRIES, HubFile, HubRepo, fetch_range, find_repo
 
@@ -65,7 +65,7 @@ class HubSplit:
         self._listed += islice(self._unlisted, max(0, index + 1 - len(self._listed)))
         return self._listed[index] if index < len(self._listed) else None
 
-    def location(self, index: int) -> str:
+    def location(self, index: int) -> PrintableUrl:
         """The URL of the file of that number."""
         return self.repo.file_url(self._listed[index].path)
 
