@@ -16,8 +16,8 @@ _SECRET = re.compile(rf"([?&]{SECRET_OPTION.pattern}=)[^&]*")
 _USER = re.compile(r"//[^/?#]*@")
 _HOST = re.compile(r"(?:\[[^]/]*\]|[^:/?#]*)(?::\d*)?(?=[/?#]|$)")
 _WEB_URL = re.compile(r"https?://[^\s\"'<>]+")
-# Control characters (C0, C1), line separators, those that turn the direction of writing, unpaired surrogates.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters (C0, C1), line separators, those that turn the direction of writing, what no text has.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 
 
 def printable(text: str, max_chars: int | None = None, *, keep: str = "") -> str:
@@ -75,14 +75,14 @@ def full_url(url: object) -> str:
     return getattr(url, "full_url", None) or str(url)
 
 
-def error_text(error: BaseException, max_chars: int = 300) -> str:
+def error_text(error: BaseException) -> str:
     """Return what a library or its server says is wrong: on one line, printable, without secrets of URLs in it.
 
     A traceback prints it of the error, too.
     """
     text = _WEB_URL.sub(lambda match: printable_url(match[0]), printable(" ".join(str(error).split())))
     error.args = (text,)
-    return text[:max_chars].rstrip(".") or type(error).__name__
+    return text[:300].rstrip(".") or type(error).__name__
 
 
 class ForebayError(Exception):

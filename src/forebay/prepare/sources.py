@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from forebay.errors import MissingPackageError, PrepareError, error_text, full_url, printable
+from forebay.errors import MissingPackageError, PrepareError, error_text, full_url, printable, printable_url
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, strip_turn_marks, to_record
@@ -124,7 +124,7 @@ def source_at(dataset: HubSplit | HubCopy, index: int) -> InputFile | None:
 def library_source(url: str) -> InputFile:
     """A dataset of the hub as one source, which the package `datasets` reads. Sends no request."""
     if not url.startswith(PREFIX) or not url.removeprefix(PREFIX).strip("/"):
-        raise PrepareError(f"{url}: expected {PREFIX}NAME[/CONFIG][:SPLIT]. Check the input.")
+        raise PrepareError(f"{printable_url(url)}: expected {PREFIX}NAME[/CONFIG][:SPLIT]. Check the input.")
     return InputFile(url, url.removeprefix(PREFIX).strip("/"), "hub", "", 0, "")
 
 
@@ -144,7 +144,7 @@ class Hub(Format):
         except Exception as error:  # file systems raise anything
             reason = f"{type(error).__name__}: {error_text(error)}"
             raise PrepareError(
-                f"{url}: cannot read input after {index + 1} rows: {reason}. Check name and network."
+                f"{printable_url(url)}: cannot read input after {index + 1} rows: {reason}. Check name and network."
             ) from error
 
 
@@ -153,7 +153,7 @@ def open_with_library(url: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise missing_packages(f"{url} has files that are not read without them") from error
+        raise missing_packages(f"{printable_url(url)} has files that are not read without them") from error
     name = parse_url(url)
     revision = None if name.is_local else name.revision
     return datasets.load_dataset(name.name, name.config, split=name.split, revision=revision, streaming=True)

@@ -377,7 +377,7 @@ def _field(text: str, name: str) -> str:
 
 def _reason(error: Exception) -> str:
     """The text of obstore's error, which has words of the server and an endpoint; also in the error itself."""
-    return error_text(error, 1 << 16).split(" Debug source:")[0][:300]
+    return error_text(error).split(" Debug source:")[0]
 
 
 def _meta(entry: Mapping[str, Any]) -> ObjectMeta:

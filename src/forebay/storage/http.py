@@ -71,13 +71,11 @@ class WebOrigin(ObjectOrigin):
         self, url: str, *, headers: Mapping[str, str] | None = None, timeouts: Timeouts | None = None,
         same_host: bool = False, untrusted: Literal["", "public", "any"] = "", is_file: bool = False,
     ) -> None:  # fmt: skip
-        try:
-            parts = urlsplit(full_url(url))
-            is_valid = bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_valid = False
-        if not is_valid:
-            raise UsageError(f"open an origin: expected http://HOST/PATH, got {printable_url(url)!r}. Check the URL.")
+        parts = urlsplit(full_url(url))
+        if not parts.hostname:
+            raise UsageError(
+                f"open an origin: expected {parts.scheme}://HOST/PATH, got {printable_url(url)!r}. Check the URL."
+            )
         self._base = parts._replace(path=parts.path.rstrip("/"), fragment="")
         self.url: str = PrintableUrl(urlunsplit(self._base))
         path = quote(parts.path, safe=_URL_CHARACTERS)

@@ -30,7 +30,7 @@ class RemotePath(PosixPath):
     looked up with `with_name`. It has no descriptor, so it cannot be mapped. `str` is its URL.
     """
 
-    url, version = PrintableUrl(""), ""
+    url = version = ""
     num_bytes = -1  # There is no such file.
     siblings: Mapping[str, RemotePath] = {}
 

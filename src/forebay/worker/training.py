@@ -252,7 +252,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, config: WorkerConfig) -> OutOfMemoryError:
     """The error with the settings of the step and the next smaller ones."""
-    reason = error_text(error, 1000)
+    reason = error_text(error)
     batch_size, seq_len = config.batch_size, config.resolved_seq_len()
     advice = []
     if batch_size > 1:
