@@ -37,7 +37,7 @@ EXEMPT = {
     ("prepare/sources.py", "full_url", 1): "hands it to a plug-in, which opens it",
     ("storage/addresses.py", "full_url", 3): "parts of a URL that is opened",
     ("storage/http.py", "full_url", 1): "opens it",
-    ("storage/hub.py", "full_url", 4): "opens it",
+    ("storage/hub.py", "full_url", 3): "opens it",
     ("storage/origins.py", "full_url", 1): "opens it",
     ("storage/store.py", "full_url", 1): "opens it",
 }

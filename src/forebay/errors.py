@@ -14,7 +14,7 @@ BUCKET_SCHEMES = ("s3", "r2", "gs", "az")
 SECRET_OPTION = re.compile(r"\w*(?:secret|token|password|access_key|account_key|sas)\w*")
 _SECRET = re.compile(rf"([?&]{SECRET_OPTION.pattern}=)[^&]*")
 _USER = re.compile(r"//[^/?#]*@")
-_HOST = re.compile(r"(?:\[[^]/]*\]|[^:/?#]*)(?::\d*)?(?=[/?#]|$)")
+_HOST = re.compile(r"[^:]*://(?:\[[^]/]*\]|[^:/?#]*)(?::\d*)?(?=[/?#]|$)")
 _WEB_URL = re.compile(r"https?://[^\s\"'<>]+")
 # Control characters (C0, C1), line separators, those that turn the direction of writing, what no text has.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
@@ -36,15 +36,16 @@ def printable_url(url: object) -> str:
 
     Keys of buckets and paths on the hub are literal, so what follows a `?` is left, but values of secret options.
     """
-    scheme, mark, rest = str(url).partition("://")
-    if not mark or scheme.lower() == "file" or isinstance(url, PrintableUrl):
-        return str(url)
-    rest = _USER.sub("//", f"//{rest}")[2:]
-    if not _HOST.match(rest):  # A password may have these characters unquoted.
-        rest = rest.rpartition("@")[2]
-    if scheme.lower() not in (*BUCKET_SCHEMES, "hf"):
-        rest = re.split("[?#]", rest)[0]
-    return printable(_SECRET.sub(r"\1…", f"{scheme}://{rest}"))
+    text = str(url)
+    scheme, mark, _ = text.lower().partition("://")
+    if not mark or scheme == "file" or isinstance(url, PrintableUrl):
+        return text
+    text = _USER.sub("//", text)
+    if not _HOST.match(text):  # A password may have `/`, `?` and `#` unquoted.
+        text = f"{scheme}://{text.rpartition('@')[2]}"
+    if scheme not in (*BUCKET_SCHEMES, "hf"):
+        text = re.split("[?#]", text)[0]
+    return printable(_SECRET.sub(r"\1…", text))
 
 
 class PrintableUrl(str):

@@ -44,7 +44,7 @@ class Mixture:
             raise UsageError(
                 f"mixture: expected datasets by name, {{name: dataset}}, got {type(self.datasets).__name__}."
             )
-        object.__setattr__(self, "datasets", {name: named(source) for name, source in self.datasets.items()})
+        vars(self)["datasets"] = {name: named(source) for name, source in self.datasets.items()}
         try:
             _ = self.plan  # Checks the weights.
             names = {name for _, weights in self.changes for name in weights}

@@ -316,7 +316,7 @@ def _status_error(what: str, answer: StreamedResponse) -> TransientError | Perma
     if status in _TRANSIENT or status >= 500:
         wait_s = retry_delay_s(answer.headers)
         return TransientError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
-    return PermanentError(text, status=status, code=printable(answer.headers.get("X-Error-Code", ""), 80))
+    return PermanentError(text, status=status, code=answer.headers.get("X-Error-Code", ""))
 
 
 def retry_delay_s(headers: Mapping[str, str]) -> float:

@@ -165,7 +165,7 @@ def hub_headers() -> dict[str, str]:
 
 def hub_address(url: str) -> tuple[str, dict[str, str]]:
     """The http(s) address of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send to it."""
-    match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", full_url(url))
+    match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
     if match is None:
         raise UsageError(
             f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {PrintableUrl(url)!r}."

@@ -1,9 +1,11 @@
 """The user, password and signature of a URL are sent, and are in nothing that is printed, logged, raised or written."""
 
+import ast
 import base64
 import json
 import logging
 import pickle
+import runpy
 import traceback
 
 import pyarrow.parquet as pq
@@ -141,7 +143,7 @@ def test_no_object_shows_what_it_sends(places, check):
     "fail, variables",
     [
         (lambda url, query: Loader(f"{url}/none{query}", seq_len=8, batch_size=4), {}),
-        (lambda url, query: open_remote(f"http://{USER.replace('Y', 'Y/')}host/d{query}"), {}),
+        (lambda url, query: open_remote(f"http://{USER.replace('YP', 'Y/P')}host/d{query}"), {}),
         (lambda *_: open_origin("http://example.test/d").get("x", 9),
          {"no_proxy": "", "http_proxy": f"http://{USER}127.0.0.1:1"}),
         (lambda *_: open_origin("s3://bucket/d").get("x", 9),
@@ -183,3 +185,14 @@ def test_what_is_shown_of_a_url(url, shown):
     assert printable_url(url) == shown == str(again) == f"{PrintableUrl(again)}"
     assert full_url(again) == url and again == PrintableUrl(url) and {again: 1}[url] == 1
     assert (again != shown) == (url != shown)
+
+
+def test_a_text_that_shows_a_url_with_its_secrets_is_found():
+    find_secrets = runpy.run_path("scripts/check_sources.py")["find_secrets"]
+    code = """
+def read(url: str, shown: PrintableUrl, base_url: str | Path) -> None:
+    log.info("%s", url)
+    print(f"{shown} {printable_url(url)}")
+    raise PrepareError(f"{base_url}: cannot read {shown.full_url}")
+"""
+    assert sorted(use[:2] for use in find_secrets(ast.parse(code))) == [(3, "url"), (5, "base_url"), (5, "full_url")]

@@ -75,7 +75,7 @@ class Decontaminate(Stage):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "sets", tuple(map(PrintableUrl, self.sets)))
+        vars(self)["sets"] = tuple(map(PrintableUrl, self.sets))
         if not self.sets:
             raise UsageError("sets: expected files, folders or hub names of evaluation sets, got none")
         for entry in self.sets:
