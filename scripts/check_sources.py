@@ -4,6 +4,8 @@ Usage: python scripts/check_sources.py
 
 - Files are renamed, and temporary ones named, by `forebay.files` alone, which writes them whole and flushed.
 - Threads are started by `forebay.threads` alone, so that none dies unseen.
+- The secrets of a URL (`full_url`) are known only to what opens it. Errors, log lines and prints show no argument `url`
+  of type `str`, which may have some, but a PrintableUrl.
 """
 
 import ast
@@ -16,6 +18,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "src" / "forebay"
 THREADS = {"threading.Thread", "threading.Timer"}
 RENAMES = {"rename", "replace", "renames", "move"}
 TEMPORARY = {"mkstemp", "mktemp", "NamedTemporaryFile"}
+TEXTS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "print"}
 EXEMPT = {
     ("__main__.py", "Thread", 1): "sends a signal",
     ("convert.py", "rename", 4): "a directory that is complete and synced takes its name",
@@ -27,6 +30,16 @@ EXEMPT = {
     ("prepare/engines/local.py", "Thread", 1): "ends the process with its parent",
     ("storage/remote_file.py", "Thread", 1): "hands its exception to whoever waits for a block",
     ("threads.py", "Thread", 1): "SupervisedThread itself",
+    ("errors.py", "full_url", 5): "PrintableUrl itself",
+    ("load/shards.py", "full_url", 1): "opens it",
+    ("network/peer_dataset.py", "full_url", 1): "opens it",
+    ("prepare/path_lists.py", "full_url", 2): "the root of files that a list names",
+    ("prepare/sources.py", "full_url", 1): "hands it to a plug-in, which opens it",
+    ("storage/addresses.py", "full_url", 3): "parts of a URL that is opened",
+    ("storage/http.py", "full_url", 1): "opens it",
+    ("storage/hub.py", "full_url", 3): "opens it",
+    ("storage/origins.py", "full_url", 1): "opens it",
+    ("storage/store.py", "full_url", 1): "opens it",
 }
 """(file, name, number) of calls that are allowed, and why."""
 
@@ -68,10 +81,38 @@ def find_calls(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
             yield node.lineno, name, "write files by forebay.files"
 
 
+def find_secrets(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, name and advice of each use of a full URL, and of each text that shows a URL which may have secrets."""
+    for node in ast.walk(tree):
+        used = node.func if isinstance(node, ast.Call) else node if isinstance(node, ast.Attribute) else tree
+        if "full_url" in (getattr(used, "id", ""), getattr(used, "attr", "")):
+            yield node.lineno, "full_url", "only what opens a URL has its secrets"
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            urls = {
+                argument.arg for argument in ast.walk(node.args)
+                if isinstance(argument, ast.arg) and f"_{argument.arg}".endswith("_url")
+                and argument.annotation is not None and "str" in ast.unparse(argument.annotation).split(" | ")
+            }  # fmt: skip
+            for name in find_shown(node):
+                if name.id in urls:
+                    yield name.lineno, name.id, "annotate it PrintableUrl, or show printable_url(url)"
+
+
+def find_shown(function: ast.AST) -> Iterator[ast.Name]:
+    """The names that an error, a log line or a print of a function shows as they are."""
+    for node in ast.walk(function):
+        is_text = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in TEXTS
+        if not is_text and not isinstance(node, ast.Raise):
+            continue
+        formatted = [inner.value for inner in ast.walk(node) if isinstance(inner, ast.FormattedValue)]
+        yield from (name for name in (*formatted, *(node.args if is_text else ())) if isinstance(name, ast.Name))
+
+
 def main() -> int:
     files, found = sorted(SOURCES.rglob("*.py")), defaultdict[tuple[str, str], list[str]](list)
     for path in files:
-        for line, name, advice in find_calls(ast.parse(path.read_bytes())):
+        tree = ast.parse(path.read_bytes())
+        for line, name, advice in (*find_calls(tree), *find_secrets(tree)):
             found[path.relative_to(SOURCES).as_posix(), name].append(f"{path}:{line}: {name}: {advice}")
     allowed = {(file, name): num for file, name, num in EXEMPT}
     faults = [line for key, lines in found.items() if len(lines) > allowed.get(key, 0) for line in lines]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, PrintableUrl, UsageError
 from forebay.files import sync_directory, sync_file
 from forebay.formats.base import get_format, names_with
 from forebay.formats.bucket_sink import remove_path, stage_beside, write_to_bucket
@@ -91,9 +91,9 @@ def convert(
     check_output(path, out, to, force)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     naming = naming_source(path if isinstance(path, (str, Path)) else source.format)
-    if is_url(out):
+    if isinstance(out, PrintableUrl):
         with naming:
-            return _convert_to_bucket(source, str(out), to, options)
+            return _convert_to_bucket(source, out, to, options)
     target = Path(out)
     with naming, stage_beside(target) as stage:
         check_output(path, target, to, force)  # Again: what a killed run moved away may be back.

@@ -1,17 +1,96 @@
-"""Errors that Forebay raises on purpose, all of one base class.
+"""Errors that Forebay raises on purpose, all of one base class, and what may stand in their texts.
 
-A message says what failed, what was expected, what was received, where, and the next step.
+A message says what failed, what was expected, what was received, where, and the next step. No message, log or record
+has a secret of a URL (a user, a password, a signature), or a control character of somebody else's words.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 """The exceptions that reading a value of an unexpected shape raises."""
+BUCKET_SCHEMES = ("s3", "r2", "gs", "az")
+SECRET_OPTION = re.compile(r"\w*(?:secret|token|password|access_key|account_key|sas)\w*")
+_SECRET = re.compile(rf"([?&]{SECRET_OPTION.pattern}=)[^&]*")
+_USER = re.compile(r"//[^/?#]*@")
+_HOST = re.compile(r"[^:]*://(?:\[[^]/]*\]|[^:/?#]*)(?::\d*)?(?=[/?#]|$)")
+_WEB_URL = re.compile(r"https?://[^\s\"'<>]+")
+# Control characters (C0, C1), line separators, those that turn the direction of writing, what no text has.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def printable(text: str, max_chars: int | None = None, *, keep: str = "") -> str:
+    """Return a text with control characters as their escapes, `\\x1b`, but those to `keep`.
+
+    Words of peers, servers and files pass here where they enter: an escape sequence could rename a window, hide lines
+    or type for the user.
+    """
+    return _UNSAFE.sub(
+        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(), text
+    )[:max_chars]
+
+
+def printable_url(url: object) -> str:
+    """Return scheme, host, port and path of a URL; a path on this machine as it is.
+
+    Keys of buckets and paths on the hub are literal, so what follows a `?` is left, but values of secret options.
+    """
+    text = str(url)
+    scheme, mark, _ = text.lower().partition("://")
+    if not mark or scheme == "file" or isinstance(url, PrintableUrl):
+        return text
+    text = _USER.sub("//", text)
+    if not _HOST.match(text):  # A password may have `/`, `?` and `#` unquoted.
+        text = f"{scheme}://{text.rpartition('@')[2]}"
+    if scheme not in (*BUCKET_SCHEMES, "hf"):
+        text = re.split("[?#]", text)[0]
+    return printable(_SECRET.sub(r"\1…", text))
+
+
+class PrintableUrl(str):
+    """A path or URL as people may see it; `full_url` is what opens it, and is in no message, log, record or `repr`.
+
+    What is made of it (a format, a slice, JSON) has no secret. Two are equal if their full URLs are.
+    """
+
+    full_url: str
+
+    def __new__(cls, url: object, shown: str = "") -> "PrintableUrl":
+        """`shown`: in place of `printable_url(url)`."""
+        created = super().__new__(cls, shown or printable_url(url))
+        created.full_url = full_url(url)
+        return created
+
+    def __eq__(self, other: object) -> bool:
+        return self.full_url == full_url(other)
+
+    def __hash__(self) -> int:
+        return hash(self.full_url)
+
+    __ne__ = object.__ne__  # the negation; str has its own
+
+
+def full_url(url: object) -> str:
+    """Return the URL to open, with its secrets."""
+    return getattr(url, "full_url", None) or str(url)
+
+
+def error_text(error: BaseException) -> str:
+    """Return what a library or its server says is wrong: on one line, printable, without secrets of URLs in it.
+
+    A traceback prints it of the error, too.
+    """
+    text = _WEB_URL.sub(lambda match: printable_url(match[0]), printable(" ".join(str(error).split())))
+    error.args = (text,)
+    return text[:300].rstrip(".") or type(error).__name__
 
 
 class ForebayError(Exception):
-    """Base class of all of Forebay's own errors."""
+    """Base class of all of Forebay's own errors. Paths and names in its text are printable."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n\t")
 
 
 class DatasetError(ForebayError):

@@ -5,7 +5,6 @@ import ipaddress
 import json
 import math
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from forebay.cli.parser import Parser
 from forebay.errors import UsageError
+from forebay.storage.hosts import parse_address
 from forebay.units import parse_rate, parse_size
 
 T = TypeVar("T")
@@ -62,11 +62,8 @@ def validate(kind: type[T], values: Mapping[str, Any], command: str) -> T:
 
 
 def address(text: str) -> tuple[str, int]:
-    """`HOST:PORT` as a pair; IPv6 in brackets, and without them in the pair."""
-    match = re.fullmatch(r"(?:\[([^]]+)]|([^:[\]]+)):([0-9]{1,5})", text)
-    if match is None or int(match[3]) > 65535:
-        raise UsageError(f"{text!r} is not an address: expected HOST:PORT, such as 127.0.0.1:7410 or [::1]:7410")
-    return match[1] or match[2], int(match[3])
+    """`HOST:PORT` as a pair, as of `parse_address`; port 0 is a free one."""
+    return parse_address(text, 0)
 
 
 def is_loopback(host: str) -> bool:

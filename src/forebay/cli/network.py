@@ -58,7 +58,10 @@ def _network_join(args: Namespace) -> None:
         try:
             text = sys.stdin.readline() if str(args.token) == "-" else args.token.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UsageError(f"join: cannot read the token from {args.token}: {error}") from error
+            raise UsageError(
+                f"join: cannot read the token: {getattr(error, 'strerror', 'not UTF-8')}. Give --token the file "
+                "that has it."
+            ) from None
         with log_while_waiting(log, lambda: "an answer of the admission server that the token names"):
             identity = join_by_token(text.strip(), args.directories[0], args.name)
     else:

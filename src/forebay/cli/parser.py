@@ -1,7 +1,6 @@
 """The argument parser and the output of commands: panels, suggestions for typing errors, shell completion, log lines.
 
-Names, reasons and error messages come from other members and from files: control characters are filtered, as an escape
-sequence could rename a window, hide lines or type for the user.
+Texts of files are printed, too: control characters are filtered here once more.
 """
 
 import argparse
@@ -18,6 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from forebay.errors import PrintableUrl, printable
 
 PANELS = {
     "Data": (
@@ -57,6 +58,8 @@ class Parser(argparse.ArgumentParser):
         """Add an argument. Its value is called as its type says, `N` or `BYTES`, unless `metavar` names it."""
         if metavar := getattr(options.get("type"), "metavar", None):
             options.setdefault("metavar", metavar)
+        if "action" not in options:
+            options.setdefault("type", PrintableUrl)  # Any may be a URL, whose secrets no output has.
         self.add_argument(name, help=help, **options)
 
     def add_flag(self, name: str, help: str) -> None:
@@ -86,14 +89,15 @@ class Parser(argparse.ArgumentParser):
             namespace.command = command
         if unknown:
             named = [text.partition("=")[0] for text in unknown if text.startswith("-")]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(named, self._option_string_actions)}")
+            near = _suggestion(named, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(map(PrintableUrl, unknown))}{near}")
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
             near = _suggestion([str(value)], choices) or f". Expected one of {', '.join(choices)}"
-            raise argparse.ArgumentError(action, f"{value!r} is not known{near}")
+            raise argparse.ArgumentError(action, f"{PrintableUrl(value)!r} is not known{near}")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -258,25 +262,13 @@ def _logged_lines() -> Callable[[str], str]:
     return convert
 
 
-# Control characters (C0, C1) but line feed and tab, those that turn the direction of writing, unpaired surrogates.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_UNSAFE_BUT_RETURN = re.compile(_UNSAFE.pattern.replace("\x0b-", "\x0b\x0c\x0e-"))
-
-
-def printable(text: str, *, allow_return: bool = False) -> str:
-    """Replace control characters by their escapes: `\\x1b`. `allow_return` keeps carriage returns, which restart a
-    progress line."""
-    pattern = _UNSAFE_BUT_RETURN if allow_return else _UNSAFE
-    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
 @contextmanager
 def filtered_streams() -> Iterator[None]:
     """While the block runs, stdout and stderr are filtered. Bytes written to their `buffer` are not."""
     stdout, stderr = sys.stdout, sys.stderr
     with Path(os.devnull).open("w") as nowhere:  # It takes the place of a closed stdout.
-        sys.stdout = _Stream(stdout or nowhere, printable)
-        sys.stderr = _Stream(stderr or nowhere, partial(printable, allow_return=True))
+        sys.stdout = _Stream(stdout or nowhere, partial(printable, keep="\n\t"))
+        sys.stderr = _Stream(stderr or nowhere, partial(printable, keep="\n\t\r"))  # of a progress line
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_settings, file, folder, percentage, positive, size
-from forebay.errors import UsageError
+from forebay.errors import PrintableUrl, UsageError
 from forebay.toml import parse_settings
 from forebay.units import numbered
 
@@ -52,7 +52,10 @@ def _prepare(args: Namespace) -> None:
     args.to = args.to or "dataset"
     inputs = [_fetched(path, args) if path.endswith(".api.toml") else path for path in args.inputs]
     if not inputs:
-        print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
+        print(
+            f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
+            file=sys.stderr,
+        )
     if args.finish and args.task:
         raise UsageError("prepare: expected --task or --finish, got both. Leave out one.")
     args.task = "finish" if args.finish else args.task

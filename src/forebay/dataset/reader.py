@@ -470,7 +470,7 @@ def local_path(path: str | Path) -> Path:
         return Path(path)
     host, slash, inside = rest.partition("/")
     if scheme.lower() != "file" or host not in ("", "localhost"):
-        raise UsageError(f"expected a path or file:///PATH, got {path}. Name what is on this machine.")
+        raise UsageError(f"expected a path or file:///PATH, got {scheme}://. Name what is on this machine.")
     return Path(unquote(slash + inside))
 
 

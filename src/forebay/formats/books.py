@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from forebay.errors import PrepareError, package_for
+from forebay.errors import PrepareError, error_text, package_for
 from forebay.formats.base import Format
 from forebay.formats.html import BLANK_LINES, HtmlError, html_to_text
 from forebay.formats.http_message import body_text
@@ -87,8 +87,7 @@ def _record(index: int, file: InputFile, options: ReadOptions, read: Any, what: 
     except _RefusedError as error:
         return Record(index, problem=str(error), location=file.name)
     except _DAMAGED as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        return Record(index, problem=f"a damaged {what}: {reason}", location=file.name)
+        return Record(index, problem=f"a damaged {what}: {error_text(error)}", location=file.name)
     text = without_surrogates(text)
     return Record(index, text=text, values=column_values(options, lambda name: fields.get(name.lower(), "")))
 

@@ -25,7 +25,7 @@ import orjson
 from forebay.dataset.chunks import HASH_BYTES, chunk_size, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.dataset.slices import hash_file
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, printable_url
 from forebay.formats.conversion import (
     ConvertOptions,
     FileSink,
@@ -281,11 +281,12 @@ def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> Non
         before = {file[0]: file[1:] for file in stored["files"]}
         names = sorted(file[0] for file in plan["files"] if before.pop(file[0], None) != file[1:]) or sorted(before)
         raise DatasetError(
-            f"{names[0]}: expected the input with which the conversion to {url} began, got another. Choose another "
-            "prefix."
+            f"{names[0]}: expected the input with which the conversion to {printable_url(url)} began, got another. "
+            "Choose another prefix."
         )
     raise UsageError(
-        f"{url}: expected the settings with which the conversion began, got other {', '.join(changed)}. Give the same, "
+        f"{printable_url(url)}: expected the settings with which the conversion began, got other "
+        f"{', '.join(changed)}. Give the same, "
         "or choose another prefix."
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
-from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
+from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError, error_text
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, Position, TableSource
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
@@ -227,11 +227,6 @@ def _validate(column: pa.Array) -> None:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = column.view(pa.binary() if pa.types.is_string(column.type) else pa.large_binary())
     column.validate(full=True)
-
-
-def error_text(error: BaseException) -> str:
-    """Return what a library says is wrong, in one line."""
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def damaged_table(path: Path, what: str, error: BaseException) -> DatasetError:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.csv
 
-from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
+from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError, error_text
 from forebay.formats.base import Format
-from forebay.formats.columns import common_schema, error_text
+from forebay.formats.columns import common_schema
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.detect import SAMPLE_BYTES
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions

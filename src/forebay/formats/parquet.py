@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.dataset.parquet_pages import Page, pages
-from forebay.errors import CorruptInputError, UsageError
+from forebay.errors import CorruptInputError, UsageError, error_text
 from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
-from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batch_rows, error_text, with_lists
+from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batch_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
 from forebay.formats.records import Record, batched

@@ -127,7 +127,7 @@ def write_shards(
         raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Set dtype=.")
     options = ConvertOptions(dtype=name, seq_len=seq_len, slice_bytes=shard_tokens * kind.itemsize)
     writer = Shards() if generation == "npy" else _BinShards()
-    folder: Any = str(out) if is_url(out) else local_path(out)
+    folder: Any = out if is_url(out) else local_path(out)
     if is_url(out):
         written, _, _ = write_to_bucket(tokens, folder, f"shards {generation}", options, writer.write_tokens)
         files = [join_url(folder, str(name)) for name in written.files]

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from forebay.arrays import U64, Array
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
+from forebay.errors import DatasetError, ForebayError, PrepareError, PrintableUrl, UsageError
 from forebay.formats import dataset_format, open_external, open_token_files
 from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import ConvertOptions, Position, TableSource, TokenPart, TokenSource, Written
@@ -33,7 +33,7 @@ from forebay.formats.saved_arrow import check_split
 from forebay.formats.tables import TableDigest, flatten, leaf_type
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
-from forebay.storage.addresses import is_url
+from forebay.storage.addresses import path_or_url
 from forebay.storage.listing import Skipped, list_files
 from forebay.storage.origins import open_remote
 from forebay.storage.remote_path import RemotePath, find_paths, url_name
@@ -58,16 +58,17 @@ def naming_source(path: object) -> Iterator[None]:
 
 def open_source(path: str | Path, options: ConvertOptions, to: str | None = None) -> TokenSource | TableSource:
     """Open what is at a path, as format `to` needs it: tokens or a table. Without `to`, tokens if there are any."""
+    path = path_or_url(path)
     with naming_source(path):
-        if is_url(path):
-            return _open_source(_RemoteFolder(str(path), find_paths(str(path))), options, to)
+        if isinstance(path, PrintableUrl):
+            return _open_source(_RemoteFolder(path, find_paths(path)), options, to)
         return _open_source(path, options, to)
 
 
 class _RemoteFolder(NamedTuple):
     """The files at a URL, listed once."""
 
-    url: str
+    url: PrintableUrl
     paths: list[RemotePath]
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from forebay.errors import UsageError
+from forebay.errors import UsageError, printable
 from forebay.files import atomic_write
 
 
@@ -96,7 +96,7 @@ def write(directory: Path, texts: Mapping[str, str]) -> list[Path]:
 def quote_yaml(text: str) -> str:
     """A double-quoted scalar of YAML; `$$` is a `$` both in Compose files and in a pod's command."""
     escaped = re.sub(r'["\\]', r"\\\g<0>", text.replace("$", "$$"))
-    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+    return f'"{printable(escaped)}"'
 
 
 def quote_unit(text: str) -> str:

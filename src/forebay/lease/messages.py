@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from forebay.errors import ProtocolError
+from forebay.errors import ProtocolError, printable
 from forebay.ledger.chain import Used
 from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
 from forebay.network.peer import Provider
@@ -38,7 +38,6 @@ from forebay.storage.hosts import check_url, parse_peer_address
 MAX_LEASE_IDS = 256
 MAX_USES = 4096
 MAX_REPORTS = 64
-MAX_REASON = 300
 MAX_WANT = 16
 RANGE_BYTES = 4 << 10
 ALWAYS_CHECKED = 8
@@ -47,11 +46,7 @@ CHECKED_OF = 16
 log = logging.getLogger("forebay.worker")
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_REASON])
-
-
-Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
+Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(lambda text: printable(text, 300))]
 Cause = Literal["scheduler", "network", "disk", "decode", "device", "queue"]
 LeaseIds = Annotated[tuple[LeaseId, ...], Field(max_length=MAX_LEASE_IDS)]
 

@@ -16,7 +16,7 @@ from forebay.errors import UsageError
 from forebay.load.arguments import batch_sizes, check_choice
 from forebay.load.packing import DocumentSubset
 from forebay.load.samples import PACKINGS, SPLITS
-from forebay.load.sources import DatasetSource, Mixture, as_mixture
+from forebay.load.sources import DatasetSource, Mixture, as_mixture, named
 from forebay.order.footprint import MAX_RATIO
 from forebay.order.step_index import check_integer
 
@@ -223,7 +223,7 @@ class LoaderConfig:
                 vars(self)[field.name] = _as_options(field.name, getattr(self, field.name), type(field.default))
         if self.dataset is None:
             vars(self).update(_read_environment(self))
-        vars(self)["dataset"] = as_mixture(self.dataset) or self.dataset
+        vars(self)["dataset"] = as_mixture(self.dataset) or named(self.dataset)
         for name in ("seq_len", "epochs", "steps", "cache_bytes"):
             check_integer(name, getattr(self, name), 1)
         check_choice("packing", self.packing, PACKINGS)
@@ -346,5 +346,5 @@ def _read_environment(config: LoaderConfig) -> dict[str, Any]:
                 value = {"tier": value} if isinstance(value, str) else value
                 settings[name] = kind(**{**value, **changed(fields_of_own[name])})
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{VARIABLE}: cannot be read: {error}: {text:.200}. Correct it, or unset it.") from error
+        raise UsageError(f"{VARIABLE}: cannot be read: {error}. Correct it, or unset it.") from error
     return settings

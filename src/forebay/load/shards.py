@@ -19,7 +19,7 @@ import numpy as np
 from forebay.arrays import I64, Array
 from forebay.closing import Closing
 from forebay.dataset.reader import local_path
-from forebay.errors import ForebayError, UsageError
+from forebay.errors import ForebayError, UsageError, full_url
 from forebay.fetch.downloads import Workers
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.shard_cache import ShardCache, ShardFetch
@@ -109,7 +109,7 @@ class SharedShardedDatasetManager(Closing):
         if env_file is not None:
             load_env_file(env_file)
         directory = local_path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
-        source = "r2://" if url is None else str(url) if is_url(url) else str(local_path(url).absolute())
+        source = "r2://" if url is None else full_url(url) if is_url(url) else str(local_path(url).absolute())
         self._shards = ShardCache(source, directory, sequence_length, chunk_size, max_workers, timeout_s)
 
     @property

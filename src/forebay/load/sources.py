@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, PrintableUrl, UsageError
 from forebay.load.packing import DocumentSubset
 from forebay.order.mixture import Weights
 
@@ -41,7 +41,10 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not isinstance(self.datasets, Mapping) or not self.datasets:
-            raise UsageError(f"mixture: expected datasets by name, {{name: dataset}}, got {self.datasets!r:.200}.")
+            raise UsageError(
+                f"mixture: expected datasets by name, {{name: dataset}}, got {type(self.datasets).__name__}."
+            )
+        vars(self)["datasets"] = {name: named(source) for name, source in self.datasets.items()}
         try:
             _ = self.plan  # Checks the weights.
             names = {name for _, weights in self.changes for name in weights}
@@ -130,7 +133,7 @@ def open_dataset(
     if "://" in text and not text.startswith("file://"):
         from forebay.storage.origins import open_remote  # A local dataset needs no network packages.
 
-        return open_remote(text, identity=identity, from_urls=from_urls)
+        return open_remote(source, identity=identity, from_urls=from_urls)
     path = local_path(source)
     # Without a file at the path it may be a pattern, or what Megatron's two files share.
     if not (path / MANIFEST_FILE).is_file():
@@ -173,6 +176,11 @@ def open_datasets(
                 "with forebay convert DATASET OUT --to forebay --dtype TYPE."
             )
     return datasets
+
+
+def named(source: Any) -> Any:
+    """A source whose `repr` has no secret of its URL."""
+    return PrintableUrl(source) if isinstance(source, str) else source
 
 
 def as_mixture(source: object) -> Mixture | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib3.util import SKIP_HEADER
 
 from forebay.closing import Closing
-from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError, printable
 from forebay.network.peer import Peer
 from forebay.network.tracing import client_span
 from forebay.storage import connections
@@ -328,7 +328,7 @@ def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:
     code = ""
     try:
         body = json.loads(response.read(1 << 16, request.deadline))
-        code, message = str(body["error"])[:80], str(body["message"])[:1000]
+        code, message = printable(str(body["error"]), 80), printable(str(body["message"]), 1000)
     except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
     wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0

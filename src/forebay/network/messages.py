@@ -18,13 +18,14 @@ REVOKED = "revoked"
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Text = Annotated[str, StringConstraints(max_length=1000)]
-Address = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x20\x7f]{0,300}$")]
+Address = Annotated[str, StringConstraints(pattern=r"^[!-~]{0,300}$")]
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 LeaseId = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{1,64}$")]
 Session = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,64}$")]
 HexSession = Annotated[str, StringConstraints(pattern="^[0-9a-f]{0,32}$")]
-Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f/\\]{0,200}$")]
-WorkerId = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")]
+_UNSAFE = r"\x00-\x1f\x7f-\x{9f}\x{2028}-\x{202e}\x{2066}-\x{2069}"  # as of `printable`
+Name = Annotated[str, StringConstraints(pattern=rf"^[^{_UNSAFE}/\\]{{0,200}}$")]
+WorkerId = Annotated[str, StringConstraints(pattern=rf"^[^{_UNSAFE}]{{1,200}}$")]
 Ranges = Annotated[str, StringConstraints(pattern=r"^(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?$")]
 """Ascending indexes and inclusive ranges: `0-15,17`."""
 Indexes = Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)]

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
-from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError, package_for
+from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError, full_url, package_for, printable_url
 from forebay.machine import home_directory
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
@@ -226,14 +226,16 @@ def open_peers(
         discovery: How to find peers; by default the network's DHT. The caller closes it.
         from_urls: Which URLs of peers are read too: none, `public` or `any`.
     """
-    parts = urlsplit(url)
+    parts = urlsplit(full_url(url))
     network, name = unquote(parts.netloc), unquote(parts.path.strip("/"))
     if not network or not name:
-        raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {url!r}. Name both.")
+        raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {printable_url(url)!r}. Name both.")
     query = parse_qs(parts.query)
     ids = set(query.get("id", ())) | ({dataset_id} if dataset_id else set())
     if query.keys() - {"publisher", "id"} or len(ids) > 1:
-        raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got ?{parts.query}")
+        raise UsageError(
+            f"{printable_url(url)}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got {[*query]}."
+        )
     is_default = identity is None
     if identity is None:
         home = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay")
@@ -241,7 +243,8 @@ def open_peers(
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
     if identity.network_name != network and not is_default:
         raise UsageError(
-            f"{url}: expected an identity in the network {network!r}, got one in {identity.network_name!r}. "
+            f"{printable_url(url)}: expected an identity in the network {network!r}, got one in "
+            f"{identity.network_name!r}. "
             f"Write forebay://{identity.network_name}/{name}, or give the node's directory of that network."
         )
     return PeerOrigin(

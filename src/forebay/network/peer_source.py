@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, ProtocolError
+from forebay.errors import NetworkError, ProtocolError, printable_url
 from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
@@ -94,11 +94,11 @@ class PeerSource(Origin):
         return f"/v1/datasets/{self.dataset_id}/{quote(name)}"
 
 
-def _classify_error(url: str, error: NetworkError) -> NetworkError:
+def _classify_error(source: str, error: NetworkError) -> NetworkError:
     """Return an error of the client, or a TransientError or PermanentError that it causes."""
     if isinstance(error, (ProtocolError, PermanentError, TransientError)):
         return error
-    text = f"{url}: {error}"
+    text = f"{source}: {error}"
     converted: NetworkError = TransientError(text)
     if isinstance(error, WrongPeerError):
         converted = PermanentError(text)
@@ -153,11 +153,11 @@ def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts |
     parts = check_url(url)
     if not from_urls:
         raise PermanentError(
-            f"{url}: expected permission to open a URL that a peer named, got none. To allow it, give "
+            f"{printable_url(url)}: expected permission to open a URL that a peer named, got none. To allow it, give "
             "--from-urls public (https and public buckets) or --from-urls any (also http and private addresses)."
         )
     if parts.scheme == "http" and from_urls != "any":
-        raise PermanentError(f"{url}: expected https, got http. Allow it with --from-urls any.")
+        raise PermanentError(f"{printable_url(url)}: expected https, got http. Allow it with --from-urls any.")
     host, path = parts.netloc, quote(unquote(parts.path))
     match parts.scheme:
         case "s3":
@@ -165,7 +165,9 @@ def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts |
         case "gs":
             url = f"https://storage.googleapis.com/{host}{path}"
         case "az":
-            raise PermanentError(f"{url}: expected a URL with an account, which az:// has not. Serve its https URL.")
+            raise PermanentError(
+                f"{printable_url(url)}: expected a URL with an account, which az:// has not. Serve its https URL."
+            )
     origin = WebOrigin(url, timeouts=timeouts, untrusted="any" if from_urls == "any" else "public")
     origin.url = parts.geturl()  # the name of the source in the network
     return origin

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, printable
 from forebay.observe.sources import Source
 from forebay.observe.views import COLUMNS, Row, View
 from forebay.units import format_bytes, format_count, format_seconds
@@ -90,7 +90,7 @@ def format_view(view: View) -> str:
 
 
 def _text(text: str, style: str = "") -> Text:
-    return Text("".join(char if char.isprintable() else "?" for char in text), style=style, no_wrap=False)
+    return Text(printable(text), style=style, no_wrap=False)
 
 
 def _headline(view: View) -> Text:

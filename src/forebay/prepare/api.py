@@ -21,7 +21,7 @@ from typing import IO, Annotated, Any
 
 from pydantic import Field
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError, UsageError, printable_url
 from forebay.files import atomic_write, remove_stale
 from forebay.prepare.settings import Count, Number, Settings, field_types
 from forebay.storage.base import Patience, PermanentError, Timeouts, TransientError
@@ -97,7 +97,7 @@ def read_spec(path: str | Path) -> ApiSpec:
     if isinstance(values.get("text"), str):
         values["text"] = [values["text"]]
     if not str(values.get("url", "")).startswith(("http://", "https://")) and isinstance(values.get("url", ""), str):
-        raise UsageError(f"{path}: url: expected http:// or https://, got {values.get('url')!r}.")
+        raise UsageError(f"{path}: url: expected http:// or https://, got {printable_url(str(values.get('url')))!r}.")
     try:
         return ApiSpec(**values)
     except UsageError as error:
@@ -188,7 +188,9 @@ def _append(file: IO[bytes], page: object, spec: ApiSpec, before: ApiProgress, s
     os.fsync(file.fileno())
     cursor = next((str(value) for value in _values_at(page, spec.next) if value), "") if spec.next else ""
     if cursor and cursor == before.cursor:
-        raise PrepareError(f"{spec.url}: a page names itself as the next one (cursor {cursor!r}). Look at `next`.")
+        raise PrepareError(
+            f"{printable_url(spec.url)}: a page names itself as the next one (cursor {cursor!r}). Look at `next`."
+        )
     return ApiProgress(
         before.spec,
         cursor,
@@ -233,12 +235,12 @@ class _Client:
         spec = self._spec
         try:
             return Patience(MAX_TRIES, max_wait_s=spec.max_wait_s).retry(
-                lambda: self._request(cursor), f"{spec.url}: page at cursor {cursor!r}"
+                lambda: self._request(cursor), f"{self._origin.url}: page at cursor {cursor!r}"
             )
         except TransientError as error:
             raise PrepareError(
-                f"{spec.url}: page at cursor {cursor!r} failed {error.tries} times; last: {self._reason(error)}. "
-                "The pages before it are kept. Run again to resume there."
+                f"{self._origin.url}: page at cursor {cursor!r} failed {error.tries} times; last: "
+                f"{self._reason(error)}. The pages before it are kept. Run again to resume there."
             ) from error
 
     def _request(self, cursor: str) -> object:
@@ -255,12 +257,13 @@ class _Client:
             if error.wait_s <= spec.max_wait_s:
                 raise
             raise PrepareError(
-                f"{spec.url}: the server asks for a pause of {error.wait_s:.0f} s, more than max_wait_s = "
+                f"{self._origin.url}: the server asks for a pause of {error.wait_s:.0f} s, more than max_wait_s = "
                 f"{spec.max_wait_s:.0f}. Run again later: it resumes where it is."
             ) from error
         except PermanentError as error:
             raise PrepareError(
-                f"{spec.url}: {self._reason(error)}. Check url, parameters and credentials; earlier pages are kept."
+                f"{self._origin.url}: {self._reason(error)}. Check url, parameters and credentials; earlier pages "
+                "are kept."
             ) from error
         remaining = headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining") or "nan"
         with suppress(ValueError):

@@ -12,11 +12,6 @@ _ESTIMATES = (("documents_in", "documents"), ("documents_out", "documents kept")
               ("tokens", "tokens"), ("disk_bytes", "disk while it runs"))  # fmt: skip
 
 
-def printable(line: str) -> str:
-    """A line without what a terminal would obey: control characters, and those that turn the direction of writing."""
-    return "".join(char if char.isprintable() else "�" for char in line)
-
-
 def cut(text: str, width: int) -> str:
     """The text, or its beginning and an ellipsis, in at most `width` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from forebay.arrays import U8
+from forebay.errors import printable
 from forebay.files import open_atomic
 from forebay.formats.inputs import InputFile, InputSplit
 from forebay.prepare.documents import part_batches
@@ -19,7 +20,7 @@ from forebay.prepare.sources import first_rows, source_id
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.statistics import COLUMNS, ExamineTask, add_stats, examine, stats_name
 from forebay.prepare.tasks.text import TextResult
-from forebay.storage.listing import Skipped, shown_path
+from forebay.storage.listing import Skipped
 from forebay.storage.store import Store
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def write_skipped(store: Store, skipped: Sequence[Skipped]) -> None:
     if not skipped:
         store.remove([SKIPPED_FILE])
         return
-    lines = (json.dumps({**item._asdict(), "path": shown_path(item.path)}, ensure_ascii=False) for item in skipped)
+    lines = (json.dumps({**item._asdict(), "path": printable(item.path)}, ensure_ascii=False) for item in skipped)
     store.write(SKIPPED_FILE, (line.encode("utf-8", "replace") + b"\n" for line in lines))
 
 

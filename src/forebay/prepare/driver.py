@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.dataset.manifest import printable_name
-from forebay.errors import CorruptInputError, ForebayError, PrepareError, UsageError
+from forebay.errors import CorruptInputError, ForebayError, PrepareError, UsageError, printable
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, OutputBudget
 from forebay.formats.parquet import recorded_columns
@@ -46,7 +46,7 @@ from forebay.prepare.tasks.percentile import SegmentTask, process_segment, thres
 from forebay.prepare.tasks.stages import stage_names
 from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task_key, write_records
 from forebay.prepare.tokenize import tokenizers
-from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
+from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 from forebay.storage.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ def _describe_text_keys(files: Sequence[InputFile]) -> Iterator[str]:
     """Yield a line for each field that has the text of files which have no `text`."""
     keys = [file.text_key for file in files]
     for key in sorted(set(keys) - {""}):
-        first = shown_path(files[keys.index(key)].path)
-        yield f"text is in {shown_path(key)!r} in {keys.count(key):,} of {len(files):,} inputs, such as {first}"
+        first = printable(files[keys.index(key)].path)
+        yield f"text is in {printable(key)!r} in {keys.count(key):,} of {len(files):,} inputs, such as {first}"
 
 
 def _with_recorded_columns(
@@ -256,7 +256,7 @@ def _with_recorded_columns(
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
     if skipped:
-        first = "; ".join(f"{shown_path(item.path)}: {item.reason.rstrip('.')}" for item in skipped[:3])
+        first = "; ".join(f"{printable(item.path)}: {item.reason.rstrip('.')}" for item in skipped[:3])
         raise PrepareError(
             f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
             "them from the input, or leave out --strict."
@@ -319,7 +319,7 @@ def _refuse_failed(
     if limit >= 1 or not (unread or failed["share"] > limit or (failed["inputs"] and not limit)):
         return
     first = sorted((item for item in skipped if item.status == "failed"), key=lambda item: item.path not in unread)
-    examples = "; ".join(f"{shown_path(item.path)}: {item.reason.partition('. ')[0].rstrip('.')}" for item in first[:3])
+    examples = "; ".join(f"{printable(item.path)}: {item.reason.partition('. ')[0].rstrip('.')}" for item in first[:3])
     advice = first[0].reason.partition(". ")[2].rstrip(".")
     what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
     allowed = math.floor(100 * failed["share"] + 1) / 100 if not unread else 1

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +21,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
+from forebay.errors import (
+    CorruptInputError,
+    ForebayError,
+    PrepareError,
+    PrintableUrl,
+    UnreadableInputError,
+    UsageError,
+    printable,
+)
 from forebay.formats.base import Format, get_format, names_with
 from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text, reader_schema
 from forebay.formats.csv import first_row
@@ -42,11 +51,11 @@ from forebay.formats.inputs import (
 from forebay.formats.records import SHOWN_CHARS, Record, keys_of
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
-from forebay.storage.addresses import is_hidden, is_url, location, path_or_url
+from forebay.storage.addresses import is_hidden, is_url, path_or_url
 from forebay.storage.compression import unpacked_head
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
-from forebay.storage.listing import OUTPUT, Skipped, describe_skipped, list_files, shown_path
+from forebay.storage.listing import OUTPUT, Skipped, describe_skipped, list_files
 from forebay.storage.retry import log_while_waiting
 
 if TYPE_CHECKING:
@@ -116,8 +125,8 @@ def find_inputs(
     if not inputs:
         raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
     inputs = [path_or_url(name) if "://" in str(name) else name for name in inputs]
-    shown = shown_path(", ".join(map(str, inputs)))
-    named = [str(name) if "://" in str(name) else str(Path(name)) for name in inputs]
+    shown = printable(", ".join(map(str, inputs)))
+    named = [name if isinstance(name, PrintableUrl) else str(Path(name)) for name in inputs]
     folders: dict[str, RemoteFolder] = {}
     num_resolved = num_files = 0
 
@@ -137,7 +146,11 @@ def find_inputs(
         listed = {
             (type(entry[0]), entry[0].path): entry for name in inputs for entry in _list(name, leave_out, follow_links)
         }
-        entries = list(listed.values())
+        entries, paths = list(listed.values()), Counter[str]()
+        for index, (entry, is_named) in enumerate(entries):
+            paths[path := str(entry.path)] += 1
+            if paths[path] > 1 and isinstance(entry, InputFile):  # URLs that differ in their queries alone
+                entries[index] = replace(entry, path=PrintableUrl(entry.path, f"{path}#{paths[path]}")), is_named
         num_listed = len(entries)
         if all(map(is_path_list, inputs)):
             entries, sample = sampled(entries, sample)
@@ -189,15 +202,15 @@ def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Itera
     elif is_url(name):
         from forebay.storage.remote_file import find_urls
 
-        folder, remotes = find_urls(str(name))
-        names = {remote.url for remote in remotes}
+        folder, remotes = find_urls(PrintableUrl(name))
+        names = {str(remote.url) for remote in remotes}
         own = {url.removesuffix("slices.parquet") for url in names if url.endswith("/slices.parquet")}
         own = {prefix for prefix in own if f"{prefix}manifest.json" in names}
         yield from ((Skipped(prefix, OUTPUT), False) for prefix in sorted(own))
         for remote in remotes:
             if remote.url.startswith(tuple(own)):
                 continue
-            key = location(remote.url)
+            key = str(remote.url)
             own_name = key.removeprefix(folder.rpartition("/")[0] + "/")
             if is_hidden(key.removeprefix(folder).removeprefix("/")):  # `.` and `..` too, which cannot be requested
                 yield Skipped(remote.url, "hidden"), False
@@ -310,7 +323,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
     columns = columns or names
     field = next((key for key in TEXT_KEYS if key in names), "")
     if columns and not field and file.format not in ("jsonl", "json"):  # whose later rows may have one
-        got = shown_path(", ".join(columns))[:300]
+        got = printable(", ".join(columns))[:300]
         raise UnreadableInputError(
             f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got {got}. "
             'Name it beside those of other files (--set \'read.text_keys=["text", "NAME"]\'), or by its number in a '

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forebay.errors import CorruptInputError, PrepareError, UsageError
+from forebay.errors import CorruptInputError, PrepareError, PrintableUrl, UsageError, full_url, printable
 from forebay.formats.detect import HEAD_BYTES, format_of_suffix
 from forebay.formats.inputs import InputFile, InputSplit, local_file, open_stored
 from forebay.storage.addresses import bucket_address, is_bucket, is_url, join_url, location, split_url
 from forebay.storage.compression import COMPRESSIONS, sniff_compression, unpack_stream
-from forebay.storage.listing import Skipped, shown_path
+from forebay.storage.listing import Skipped
 from forebay.storage.store import Store
 
 if TYPE_CHECKING:
@@ -61,11 +61,12 @@ def list_paths(name: str | Path) -> Iterator[InputFile | Skipped]:
         PrepareError: If the list cannot be read, is too large, or names anything else than files below its root.
         UsageError: If `commoncrawl:` is followed by something else.
     """
-    name, chosen = str(name), slice(None)
+    name, chosen = PrintableUrl(name), slice(None)
     if name.startswith(PREFIX):
-        location, chosen = _of_crawl(name)
+        path, chosen = _of_crawl(name)
         root = crawl_server()
-        paths = _parse(_read(f"{root}/{location}"), f"{root}/{location}")
+        url = join_url(root, path)
+        paths = _parse(_read(url), url)
     else:
         paths = _parse(_read(name), name)
         root = _root(name, paths[0].partition("/")[0])
@@ -99,15 +100,16 @@ def _of_crawl(name: str) -> tuple[str, slice]:
     return f"crawl-data/{crawl}/{kind}.paths.gz", slice(start, stop)
 
 
-def _root(name: str, first: str) -> str:
+def _root(name: PrintableUrl, first: str) -> str:
     """What the paths of a list, whose first part is `first`, are relative to."""
     if is_bucket(name):
         address = bucket_address(name)
         above, slash, _ = f"/{address.key}".partition(f"/{first}/")
         return str(address._replace(key=above[1:] if slash else ""))
     if is_url(name):
-        before, slash, _ = location(name).partition(f"/{first}/")
-        return before if slash else "/".join(name.split("/")[:3])
+        url, _, _ = full_url(name).partition("?")
+        before, slash, _ = url.partition(f"/{first}/")
+        return before if slash else "/".join(url.split("/")[:3])
     path = Path(name).absolute()
     for folder in path.parents:
         if (folder / first).is_dir() and (folder == path.parent or path.is_relative_to(folder / first)):
@@ -120,7 +122,7 @@ def is_path_below(path: str) -> bool:
     return len(path) <= _MAX_PATH and path.isprintable() and _PATH.fullmatch(path) is not None
 
 
-def _read(name: str) -> bytes:
+def _read(name: PrintableUrl) -> bytes:
     """The unpacked bytes of a list, at most one more than MAX_LIST_BYTES."""
     if is_url(name):
         from forebay.storage.remote_file import RemoteFolder
@@ -160,7 +162,7 @@ def _parse(data: bytes, name: str) -> list[str]:
         if path and not is_path_below(path):
             raise PrepareError(
                 f"{name}: line {number}: expected a path below the list's root, such as crawl-data/…/NAME.warc.gz, got "
-                f"{shown_path(path[:200])!r}. Use a list from the publisher of the files."
+                f"{printable(path[:200])!r}. Use a list from the publisher of the files."
             )
         if path:
             paths[path] = None
@@ -171,7 +173,7 @@ def _parse(data: bytes, name: str) -> list[str]:
 
 def _root_of(file: InputFile) -> str:
     if not is_bucket(file.path):
-        return file.path.removesuffix(f"/{file.name}")
+        return full_url(file.path).removesuffix(f"/{file.name}")
     address = bucket_address(file.path)
     return str(address._replace(key=address.key.removesuffix(file.name).removesuffix("/")))
 
@@ -211,7 +213,9 @@ def downloaded(split: InputSplit, store: Store) -> Iterator[InputSplit]:
                     f"{file.path}: expected {missing / 1e9:.1f} GB free in {cache}, got {free / 1e9:.1f} GB. Make "
                     "room, then run the same command again."
                 )
-            RemoteFolder(_root_of(file)).fetch(file.name, RemoteFile(file.path, file.bytes, file.version), path)
+            RemoteFolder(_root_of(file)).fetch(
+                file.name, RemoteFile(PrintableUrl(file.path), file.bytes, file.version), path
+            )
             with path.open("rb") as data:
                 head = hashlib.sha256(data.read(HEAD_BYTES)).hexdigest()
             local = local_file(path, file.name)

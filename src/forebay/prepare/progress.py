@@ -21,9 +21,9 @@ from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
-from forebay.errors import ForebayError, PrepareError
+from forebay.errors import ForebayError, PrepareError, printable
 from forebay.files import HOST, is_running
-from forebay.prepare.charts import cut, printable
+from forebay.prepare.charts import cut
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
 from forebay.storage.store import Store, open_store
 from forebay.units import format_bytes

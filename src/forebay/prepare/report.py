@@ -21,11 +21,10 @@ import jinja2
 from markupsafe import Markup
 
 from forebay import html
-from forebay.errors import DatasetError, PrepareError
+from forebay.errors import DatasetError, PrepareError, printable
 from forebay.prepare.charts import (
     count,
     cut,
-    printable,
     rates,
     rule_charts,
     rule_lines,
@@ -35,7 +34,7 @@ from forebay.prepare.charts import (
     short,
 )
 from forebay.prepare.progress import read_progress
-from forebay.storage.addresses import is_bucket
+from forebay.storage.addresses import is_url
 from forebay.storage.store import FolderStore, Store, open_store
 from forebay.units import format_bytes, format_seconds
 
@@ -139,7 +138,7 @@ def load_report(path: str | os.PathLike[str]) -> PreparationReport:
 
 def _located(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """The store of a report, and its name there."""
-    if is_bucket(path) or Path(path).is_dir():
+    if is_url(path) or Path(path).is_dir():
         return open_store(path), REPORT_FILE
     return FolderStore(str(Path(path).parent)), Path(path).name
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from forebay.errors import MissingPackageError, PrepareError
+from forebay.errors import MissingPackageError, PrepareError, error_text, full_url, printable, printable_url
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, strip_turn_marks, to_record
@@ -19,7 +19,6 @@ from forebay.storage.compression import COMPRESSIONS
 from forebay.storage.hub import missing_packages
 from forebay.storage.hub_copies import HubCopy
 from forebay.storage.hub_splits import PREFIX, HubSplit, format_of, parse_url
-from forebay.storage.listing import shown_path
 
 
 class DocumentSource(Protocol):
@@ -48,7 +47,7 @@ def open_source(source: str | Path | DocumentSource) -> DocumentSource | None:
     scheme, separator, _ = source.partition("://")
     if not separator or scheme not in plugins("forebay.sources"):
         return None
-    opened: DocumentSource = load_plugin("forebay.sources", scheme)(source)
+    opened: DocumentSource = load_plugin("forebay.sources", scheme)(full_url(source))
     return opened
 
 
@@ -89,8 +88,8 @@ def first_rows(splits: Iterable[InputSplit], places: Iterable[int]) -> Iterator[
 def describe_position(split: InputSplit, index: int, inner: str, first_row: int = 0) -> str:
     """The position of record `place` of a split; `first_row` is `first_rows` of the split."""
     if split.format in _FILE_FORMATS or len(split.files) > 1:
-        return shown_path(split.files[index].path)
-    path = shown_path(split.files[0].path)
+        return printable(split.files[index].path)
+    path = printable(split.files[0].path)
     if inner and not (split.format in _LINE_FORMATS and inner.startswith("byte ")):
         return f"{path} ({inner})"
     return (
@@ -125,7 +124,7 @@ def source_at(dataset: HubSplit | HubCopy, index: int) -> InputFile | None:
 def library_source(url: str) -> InputFile:
     """A dataset of the hub as one source, which the package `datasets` reads. Sends no request."""
     if not url.startswith(PREFIX) or not url.removeprefix(PREFIX).strip("/"):
-        raise PrepareError(f"{url}: expected {PREFIX}NAME[/CONFIG][:SPLIT]. Check the input.")
+        raise PrepareError(f"{printable_url(url)}: expected {PREFIX}NAME[/CONFIG][:SPLIT]. Check the input.")
     return InputFile(url, url.removeprefix(PREFIX).strip("/"), "hub", "", 0, "")
 
 
@@ -143,9 +142,9 @@ class Hub(Format):
         except (PrepareError, MissingPackageError):
             raise
         except Exception as error:  # file systems raise anything
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            reason = f"{type(error).__name__}: {error_text(error)}"
             raise PrepareError(
-                f"{url}: cannot read input after {index + 1} rows: {reason}. Check name and network."
+                f"{printable_url(url)}: cannot read input after {index + 1} rows: {reason}. Check name and network."
             ) from error
 
 
@@ -154,7 +153,7 @@ def open_with_library(url: str) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise missing_packages(f"{url} has files that are not read without them") from error
+        raise missing_packages(f"{printable_url(url)} has files that are not read without them") from error
     name = parse_url(url)
     revision = None if name.is_local else name.revision
     return datasets.load_dataset(name.name, name.config, split=name.split, revision=revision, streaming=True)

@@ -15,11 +15,9 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from forebay.dataset.reader import local_path
-from forebay.errors import UsageError
+from forebay.errors import BUCKET_SCHEMES, SECRET_OPTION, PrintableUrl, UsageError, full_url, printable_url
 from forebay.storage.base import require_env
 
-BUCKET_SCHEMES = ("s3", "r2", "gs", "az")
-SECRET_OPTION = re.compile(r"\w*(?:secret|token|password|access_key|account_key|sas)\w*")
 _OPTION = (
     r"(?:aws_|google_|azure_)?(?:endpoint|endpoint_url|region|default_region|skip_signature|allow_http|"
     r"virtual_hosted_style_request|unsigned_payload|request_payer|s3_express|metadata_endpoint|imdsv1_fallback|"
@@ -43,7 +41,7 @@ class BucketAddress(NamedTuple):
     @classmethod
     def parse(cls, url: str) -> BucketAddress:
         """Return the parts of `SCHEME://BUCKET[/KEY][?OPTION=VALUE&…]`; an option without a value is none."""
-        scheme, _, rest = url.partition("://")
+        scheme, _, rest = full_url(url).partition("://")
         head, mark, query = rest.rpartition("?")
         is_query = mark and _QUERY.fullmatch(query)
         bucket, _, key = (head if is_query else rest).partition("/")
@@ -72,23 +70,25 @@ def bucket_address(url: str) -> BucketAddress:
                 raise UsageError(f"DATASET_BINS_PATH: expected a path below the bucket, got {key!r}. Set another.")
         address = address._replace(bucket=address.bucket or require_env("R2_DATASET_BUCKET_NAME", "r2"), key=key)
     if not address.bucket:
-        raise UsageError(f"open an origin: expected {address.scheme}://BUCKET/PREFIX, got {url!r}. Name the bucket.")
+        raise UsageError(
+            f"open an origin: expected {address.scheme}://BUCKET/PREFIX, got {printable_url(url)!r}. Name the bucket."
+        )
     return address
 
 
 def location(url: str) -> str:
-    """Return a URL without what is none of its path: the query, or the options of a bucket."""
-    if is_bucket(url):
-        return bucket_address(url).location
-    return url.partition("?")[0] if url.startswith("http") else url
+    """Return a URL for people, of a bucket without options."""
+    return bucket_address(url).location if is_bucket(url) else printable_url(url)
 
 
-def join_url(url: str, name: str) -> str:
+def join_url(url: str, name: str) -> PrintableUrl:
     """Return the address of a file below a directory, prefix or URL; of a bucket with its options."""
     if not is_bucket(url):
-        return f"{url}/{name}"
+        path, mark, query = full_url(url).partition("?" if is_url(url) else "\0")
+        return PrintableUrl(f"{path}/{name}{mark}{query}")
     address = BucketAddress.parse(url)
-    return str(address._replace(key=f"{address.key.rstrip('/')}/{name}".removeprefix("/" * (not address.key))))
+    key = f"{address.key.rstrip('/')}/{name}".removeprefix("/" * (not address.key))
+    return PrintableUrl(str(address._replace(key=key)))
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -97,7 +97,7 @@ def split_url(url: str) -> tuple[str, str]:
         address = bucket_address(url)
         above, _, name = address.key.rpartition("/")
         return str(address._replace(key=above)), name
-    path, mark, query = url.partition("?")
+    path, mark, query = full_url(url).partition("?")
     above, _, name = path.rpartition("/")
     return above + mark + query, unquote(name)
 
@@ -107,9 +107,9 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return "://" in (text := str(path)) and not text.lower().startswith("file://")
 
 
-def path_or_url(text: str | Path) -> str | Path:
-    """Return the path that a path or `file://` URL names; another URL as it is."""
-    return str(text) if is_url(text) else local_path(text)
+def path_or_url(text: str | Path) -> PrintableUrl | Path:
+    """Return the path that a path or `file://` URL names, or another URL."""
+    return PrintableUrl(text) if is_url(text) else local_path(text)
 
 
 def is_bucket(url: str | os.PathLike[str]) -> bool:

@@ -17,8 +17,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import quote, unquote_plus, urlencode
 
-from forebay.errors import DatasetError, ForebayError, UsageError, package_for
-from forebay.storage.addresses import SECRET_OPTION, BucketAddress, bucket_address, is_plain
+from forebay.errors import SECRET_OPTION, DatasetError, ForebayError, UsageError, error_text, package_for
+from forebay.storage.addresses import BucketAddress, bucket_address, is_plain
 from forebay.storage.base import (
     CHUNK_BYTES,
     ObjectMeta,
@@ -376,7 +376,8 @@ def _field(text: str, name: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).split(" Debug source:")[0][:300]
+    """The text of obstore's error, which has words of the server and an endpoint; also in the error itself."""
+    return error_text(error).split(" Debug source:")[0]
 
 
 def _meta(entry: Mapping[str, Any]) -> ObjectMeta:

@@ -22,7 +22,7 @@ from urllib3.connection import HTTPConnection, HTTPException, HTTPSConnection
 from urllib3.exceptions import HTTPError
 from urllib3.response import HTTPResponse
 
-from forebay.errors import NetworkError, ProtocolError
+from forebay.errors import NetworkError, ProtocolError, error_text, printable
 from forebay.storage.hosts import is_public
 
 # urllib3 would log bytes of a malformed head as they came.
@@ -150,7 +150,7 @@ class StreamedResponse:
 
     def __init__(self, connection: Connection, sock: Any, response: HTTPResponse) -> None:
         self.status = response.status
-        self.reason = response.reason or ""
+        self.reason = printable(response.reason or "", 300)
         self.headers: Mapping[str, str] = response.headers
         self.length = None if response.chunked else response.length_remaining  # of the body; None: unknown
         self.received = 0  # bytes of the body
@@ -246,7 +246,8 @@ def exchange(
     connection.timeout = remaining_s(deadline)
     try:
         response = connection.getresponse()
-    except HTTPException as error:
+    except (HTTPException, HTTPError) as error:
+        error_text(error)  # It has bytes of the head as they came.
         if sock.was_closed and not isinstance(error, ConnectionError):
             raise TruncatedHeadError("the connection was closed amid the answer") from error
         raise

@@ -16,22 +16,22 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
-def parse_address(address: str) -> HostPort:
+def parse_address(address: str, min_port: int = 1) -> HostPort:
     """Host and port of `HOST:PORT` (IPv6 in brackets) from a user. Raises UsageError."""
     try:
-        return parse_peer_address(address)
+        return parse_peer_address(address, min_port)
     except ProtocolError as error:
         raise UsageError(str(error)) from error
 
 
 @lru_cache(4096)  # trackers name the same members repeatedly
-def parse_peer_address(address: str) -> HostPort:
+def parse_peer_address(address: str, min_port: int = 1) -> HostPort:
     """Like `parse_address` for an address from a peer: raises ProtocolError."""
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
+    is_port = port.isascii() and port.isdigit() and min_port <= int(port[:6]) < 65536
     if not colon or not is_port or not is_host(host):
-        raise ProtocolError(f"address: expected HOST:PORT, got {address[:300]!r}")
+        raise ProtocolError(f"address: expected HOST:PORT, got {address.rpartition('@')[2][:300]!r}")
     return host, int(port)
 
 

@@ -21,7 +21,7 @@ from urllib.request import getproxies, proxy_bypass  # only the environment's se
 import urllib3.util
 from urllib3.connection import ProxyConfig
 
-from forebay.errors import ProtocolError, UsageError
+from forebay.errors import PrintableUrl, ProtocolError, UsageError, full_url, printable, printable_url
 from forebay.storage.base import (
     CHUNK_BYTES,
     ObjectMeta,
@@ -53,11 +53,11 @@ _MIN_BYTES_PER_S = 1024
 _MAX_HEAD_BYTES = 64 << 10
 _TRANSIENT = (408, 423, 425, 429)
 _THROTTLED = (429, 503)
-_URL_CHARACTERS = "%/:@!$&'()*+,;=~[]|"  # of a path that is sent as it is
+_URL_CHARACTERS = "%/:@!$&'()*+,;=~[]|"  # of a path that is sent as it is; others would come back in an error's text
 
 
 class WebOrigin(ObjectOrigin):
-    """A directory of a web server. The query of its URL is sent with each request and is not in any message.
+    """A directory of a web server. The query of its URL is sent with each request.
 
     Args:
         headers: Sent to the URL's own host only, not to the targets of redirects.
@@ -71,12 +71,13 @@ class WebOrigin(ObjectOrigin):
         self, url: str, *, headers: Mapping[str, str] | None = None, timeouts: Timeouts | None = None,
         same_host: bool = False, untrusted: Literal["", "public", "any"] = "", is_file: bool = False,
     ) -> None:  # fmt: skip
-        parts = urlsplit(url)
+        parts = urlsplit(full_url(url))
         if not parts.hostname:
-            raise UsageError(f"open an origin: expected {parts.scheme}://HOST/PATH, got {url!r}. Check the URL.")
+            raise UsageError(
+                f"open an origin: expected {parts.scheme}://HOST/PATH, got {printable_url(url)!r}. Check the URL."
+            )
         self._base = parts._replace(path=parts.path.rstrip("/"), fragment="")
-        host = parts.netloc.rpartition("@")[2]
-        self.url = urlunsplit((parts.scheme, host, self._base.path, "", ""))
+        self.url: str = PrintableUrl(urlunsplit(self._base))
         path = quote(parts.path, safe=_URL_CHARACTERS)
         self._file = urlunsplit(parts._replace(path=path, fragment="")) if is_file else ""
         self._headers = dict(headers or {})
@@ -178,7 +179,7 @@ class WebOrigin(ObjectOrigin):
     def _send(self, target: str, headers: dict[str, str]) -> tuple[Connection, StreamedResponse]:
         """Send a GET and read the head of the response; repeat it if a persistent connection was closed."""
         parts = urlsplit(target)
-        path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        path = quote(urlunsplit(("", "", parts.path or "/", parts.query, "")), safe=f"{_URL_CHARACTERS}?")
         stall_s = self._timeouts.stall_s
         while True:
             connection = self._idle.acquire(_host(target))
@@ -190,7 +191,8 @@ class WebOrigin(ObjectOrigin):
                     connection.timeout = waits_s = self._timeouts.connect_s
                     connection.connect()
                 if connection.proxy is not None and parts.scheme == "http":
-                    path, headers = target, {**headers, **_proxy_headers(connection.proxy)}
+                    path = f"http://{parts.netloc.rpartition('@')[2]}{path}"
+                    headers = {**headers, **_proxy_headers(connection.proxy)}
                 waits_s = stall_s
                 deadline = time.monotonic() + stall_s
                 answer = exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
@@ -247,8 +249,8 @@ class WebOrigin(ObjectOrigin):
     def _connection(self, parts: SplitResult) -> Connection:
         try:
             host, port = parts.hostname or "", parts.port
-        except ValueError as error:
-            raise PermanentError(f"{parts.scheme}: no such address: {error}") from error
+        except ValueError:
+            raise PermanentError(f"{parts.scheme}: expected HOST or HOST:PORT, got another address") from None
         if not is_host(host):
             raise PermanentError(f"{parts.scheme}://{host[:300]}: expected a host name")
         proxy = None if self._untrusted else _proxy_of(parts)
@@ -288,7 +290,7 @@ class WebOrigin(ObjectOrigin):
 
 
 def _version(answer: StreamedResponse) -> str:
-    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+    return printable(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
 
 
 def _host(address: str) -> tuple[str, str]:

@@ -25,8 +25,10 @@ from forebay.errors import (
     ForebayError,
     MissingPackageError,
     PrepareError,
+    PrintableUrl,
     UnknownDatasetError,
     UsageError,
+    full_url,
 )
 from forebay.storage.base import Patience, PermanentError, Timeouts, TransientError, read_range
 
@@ -90,9 +92,9 @@ class HubRepo:
         """The repository in messages."""
         return _label(self.kind, self.name)
 
-    def file_url(self, path: str) -> str:
+    def file_url(self, path: str) -> PrintableUrl:
         """The URL of a file at this commit, for `fetch_range`."""
-        return f"hf://{self.kind}s/{self.name}@{self.commit}/{path}"
+        return PrintableUrl(f"hf://{self.kind}s/{self.name}@{self.commit}/{path}")
 
     def files(self, folder: str = "", *, recursive: bool = True) -> Iterator[HubFile]:
         """Yield the files below a folder, by pages of about 1000 sorted by path, as they are needed.
@@ -148,9 +150,9 @@ def find_repo(kind: str, name: str, revision: str = "main", *, tries: int = API_
     return HubRepo(kind, name, commit, card if isinstance(card, Mapping) else {}, bool(info.get("gated")))
 
 
-def hub_endpoint() -> str:
+def hub_endpoint() -> PrintableUrl:
     """The address of the hub: HF_ENDPOINT, or https://huggingface.co."""
-    return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
+    return PrintableUrl(os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co")
 
 
 def hub_headers() -> dict[str, str]:
@@ -165,19 +167,21 @@ def hub_address(url: str) -> tuple[str, dict[str, str]]:
     """The http(s) address of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send to it."""
     match = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
     if match is None:
-        raise UsageError(f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {url!r}.")
+        raise UsageError(
+            f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {PrintableUrl(url)!r}."
+        )
     revision = quote(unquote(match[2] or "main"), safe="")
-    address = f"{hub_endpoint()}/datasets/{match[1]}/resolve/{revision}/{quote(match[3] or '')}"
+    address = f"{full_url(hub_endpoint())}/datasets/{match[1]}/resolve/{revision}/{quote(match[3] or '')}"
     return address, hub_headers()
 
 
-def fetch_range(url: str, start: int, stop: int) -> Iterator[memoryview]:
+def fetch_range(url: PrintableUrl, start: int, stop: int) -> Iterator[memoryview]:
     """Yield bytes [start, stop) of a file; a cut connection is resumed. A chunk is valid until the next is requested.
 
     Args:
         url: As of `HubRepo.file_url`.
     """
-    match = _FILE_URL.fullmatch(url)
+    match = _FILE_URL.fullmatch(full_url(url))
     if match is None:
         raise PrepareError(f"{url}: expected hf://datasets/OWNER/NAME@COMMIT/PATH. Check the input.")
     kind, name, commit, path = match.groups()
@@ -216,7 +220,7 @@ def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tup
 
     def attempt() -> tuple[Any, str]:
         try:
-            data, headers = origin.get_with_headers(path, _MAX_JSON_BYTES, f"{hub_endpoint()}/{path}")
+            data, headers = origin.get_with_headers(path, _MAX_JSON_BYTES, f"{full_url(hub_endpoint())}/{path}")
             return json.loads(data), headers.get("Link", "")
         except ValueError as error:
             raise TransientError(f"what is no JSON: {error}") from error

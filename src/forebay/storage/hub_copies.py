@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import constants
 
-from forebay.errors import DownloadError, ForebayError, IntegrityError, PrepareError
+from forebay.errors import DownloadError, ForebayError, IntegrityError, PrepareError, printable_url
 from forebay.files import atomic_write, commit_files
 from forebay.storage import locks
 from forebay.storage.base import download
@@ -67,14 +67,14 @@ def download_hub(url: str) -> HubCopy:
     url = url if url.startswith(PREFIX) else PREFIX + url.removeprefix("hf:")
     name = parse_url(url)
     if name.is_local:
-        raise PrepareError(f"{url}: expected a name on the hub, got a directory, which is here already.")
+        raise PrepareError(f"{printable_url(url)}: expected a name on the hub, got a directory, which is here already.")
     quoted = urllib.parse.quote(f"{name.config or 'default'}:{name.split}@{name.revision}", safe="@:")
     index = _repo_folder("dataset", name.name) / f"forebay-{quoted}.json"
     previous = _read_index(index)
     try:
         dataset = find_split(url, tries=1 if previous is not None else API_TRIES)
         if dataset is None:
-            raise missing_packages(f"{url} has files that are not read without them")
+            raise missing_packages(f"{printable_url(url)} has files that are not read without them")
         files = tuple(dataset.files())
         paths = _download(dataset.repo, files)
     except DownloadError:

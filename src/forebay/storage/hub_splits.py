@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError, PrintableUrl, UsageError, printable_url
 from forebay.storage.addresses import fixed_folder, glob_matcher, is_ignored
 from forebay.storage.hub import API_TRIES, HubFile, HubRepo, fetch_range, find_repo
 
@@ -65,7 +65,7 @@ class HubSplit:
         self._listed += islice(self._unlisted, max(0, index + 1 - len(self._listed)))
         return self._listed[index] if index < len(self._listed) else None
 
-    def location(self, index: int) -> str:
+    def location(self, index: int) -> PrintableUrl:
         """The URL of the file of that number."""
         return self.repo.file_url(self._listed[index].path)
 
@@ -87,7 +87,7 @@ def parse_url(url: str) -> HubName:
         return HubName(name, None, split) if colon else HubName(rest)
     match = _NAME.fullmatch(rest.strip("/"))
     if match is None or (match[2] and match[5]):
-        raise PrepareError(f"{url}: expected {PREFIX}NAME[/CONFIG][:SPLIT][@REVISION]. Check the input.")
+        raise PrepareError(f"{printable_url(url)}: expected {PREFIX}NAME[/CONFIG][:SPLIT][@REVISION]. Check the input.")
     revision = urllib.parse.unquote(match[2]) if match[2] else match[5] or "main"
     return HubName(match[1], match[3], match[4] or "train", revision)
 

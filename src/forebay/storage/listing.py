@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from forebay.errors import printable
 from forebay.storage.addresses import is_hidden
 
 LINK = "a link that leads out of the input folder (--follow-links reads it)"
@@ -149,11 +150,6 @@ def describe_skipped(skipped: Iterable[Skipped]) -> list[str]:
     for file in skipped:
         by_reason.setdefault((file.status == "failed", file.reason), []).append(file.path)
     for (is_failed, reason), paths in sorted(by_reason.items()):
-        shown = ", ".join(shown_path(path) for path in paths[:3]) + (", …" if len(paths) > 3 else "")
+        shown = ", ".join(printable(path) for path in paths[:3]) + (", …" if len(paths) > 3 else "")
         lines.append(f"left out {len(paths):,}{' that failed' if is_failed else ''}: {reason} ({shown})")
     return lines
-
-
-def shown_path(path: str) -> str:
-    """Return a path, which may be any bytes, as printable text."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in path)

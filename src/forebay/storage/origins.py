@@ -21,10 +21,17 @@ from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, ChunkHasher, root_of
 from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import LEAVES_AT_ONCE, Dataset, local_path
 from forebay.dataset.slices import Slice, open_slice
-from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.errors import (
+    BUCKET_SCHEMES,
+    DatasetError,
+    NetworkError,
+    ProtocolError,
+    UsageError,
+    full_url,
+    printable_url,
+)
 from forebay.order.footprint import FREE_HASHES
 from forebay.plugins import load_plugin, plugins
-from forebay.storage.addresses import BUCKET_SCHEMES
 from forebay.storage.base import (
     Origin,
     PathOrigin,
@@ -60,7 +67,7 @@ def open_origin(url: str | Path, *, timeouts: Timeouts | None = None, **settings
     Raises:
         UsageError: If the scheme is unknown, or a part of the URL is missing.
     """
-    text = str(url)
+    text = full_url(url)
     timeouts = timeouts or Timeouts()
     match text.partition("://")[0].lower() if "://" in text else "":
         case "" | "file":
@@ -81,10 +88,10 @@ def open_origin(url: str | Path, *, timeouts: Timeouts | None = None, **settings
         case scheme if scheme in ORIGINS or scheme in plugins("forebay.origins"):
             opened: Origin = load_plugin("forebay.origins", scheme, ORIGINS)(text, timeouts=timeouts, **settings)
             return opened
-    raise UsageError(f"open an origin: expected {_SCHEMES}, got {text!r}. Check the URL.")
+    raise UsageError(f"open an origin: expected {_SCHEMES}, got {printable_url(text)!r}. Check the URL.")
 
 
-def open_remote(url: str, *, dataset_id: str | None = None, **settings: Any) -> RemoteDataset:
+def open_remote(url: str | Path, *, dataset_id: str | None = None, **settings: Any) -> RemoteDataset:
     """Open the dataset at a URL: reads manifest and table into memory.
 
     Args:

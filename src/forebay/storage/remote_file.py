@@ -30,16 +30,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
-from forebay.errors import ForebayError, PrepareError
-from forebay.storage.addresses import (
-    BUCKET_SCHEMES,
-    bucket_address,
-    fixed_folder,
-    glob_matcher,
-    is_bucket,
-    join_url,
-    location,
-)
+from forebay.errors import BUCKET_SCHEMES, ForebayError, PrepareError, PrintableUrl
+from forebay.storage.addresses import bucket_address, fixed_folder, glob_matcher, is_bucket, join_url, location
 from forebay.storage.base import (
     ChangedError,
     ObjectMeta,
@@ -82,12 +74,12 @@ _T = TypeVar("_T")
 class RemoteFile(NamedTuple):
     """A file at a URL: its size and version, "" if the origin sends none."""
 
-    url: str
+    url: PrintableUrl
     size: int
     version: str
 
 
-def find_urls(url: str) -> tuple[str, list[RemoteFile]]:
+def find_urls(url: PrintableUrl) -> tuple[str, list[RemoteFile]]:
     """The files at a URL, sorted by the parts of their paths: one, all below a prefix, or those of a pattern; and the
     location of that file, of the prefix, or of the folder before the pattern.
 
@@ -110,7 +102,7 @@ def find_urls(url: str) -> tuple[str, list[RemoteFile]]:
             listed = _ask(url, lambda: origin.objects(f"{above}/" if above else ""))
             objects = [entry for entry in listed if matches(entry[0])]
         files = [
-            _listed(str(address._replace(key=key)), meta)
+            _listed(PrintableUrl(address._replace(key=key), address._replace(key=key).location), meta)
             for key, meta in sorted(objects, key=lambda entry: entry[0].split("/"))
         ]
     else:
@@ -133,7 +125,7 @@ def open_url(url: str, size: int, version: str = "", extent: Extent = None, *, i
     A read raises PrepareError if the file changed, or cannot be read after all retries.
     """
     blocks = _blocks if is_random or url.startswith("hf://") else None
-    return io.BufferedReader(RemoteStream(url, size, version, extent, blocks), _BUFFER_BYTES)
+    return io.BufferedReader(RemoteStream(PrintableUrl(url), size, version, extent, blocks), _BUFFER_BYTES)
 
 
 class RemoteStream(io.RawIOBase):
@@ -142,7 +134,9 @@ class RemoteStream(io.RawIOBase):
     The longer it is read on in blocks, the further ahead it fetches.
     """
 
-    def __init__(self, url: str, size: int, version: str, extent: Extent, blocks: BlockCache | None) -> None:
+    def __init__(
+        self, url: PrintableUrl, size: int, version: str, extent: Extent, blocks: BlockCache | None
+    ) -> None:  # fmt: skip
         self._url, self._size, self._version, self._blocks, self._offset = url, size, version, blocks, 0
         self._start, self._stop = (0, size) if extent is None else (extent[0], min(extent[1], size))
         self._digest = ReadDigest(url, version, size)
@@ -207,7 +201,7 @@ class RemoteStream(io.RawIOBase):
         return memoryview(block)[skip:]
 
 
-def _read(url: str, version: str, start: int, stop: int) -> Iterator[memoryview]:
+def _read(url: PrintableUrl, version: str, start: int, stop: int) -> Iterator[memoryview]:
     """Yield bytes [start, stop) of a file at a version; raises PrepareError, or a failure of the hub."""
     if url.startswith("hf://"):
         yield from fetch_range(url, start, stop)
@@ -215,10 +209,10 @@ def _read(url: str, version: str, start: int, stop: int) -> Iterator[memoryview]
     origin, name = _open(url)
     with _input_errors(url):
         pinned = PinnedOrigin(origin, version.removeprefix("etag:"))
-        yield from read_range(pinned, name, start, stop, _patience(url), location(url))
+        yield from read_range(pinned, name, start, stop, _patience(url), url)
 
 
-def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
+def _open(url: PrintableUrl) -> tuple[BucketOrigin | WebOrigin, str]:
     if is_bucket(url):
         address = bucket_address(url)
         return shared_bucket(address._replace(key=""), BucketOrigin), address.key
@@ -228,7 +222,7 @@ def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
 _open_web = lru_cache(8)(lambda url, process_id: WebOrigin(url, timeouts=_TIMEOUTS, is_file=True))
 
 
-def _listed(url: str, meta: ObjectMeta) -> RemoteFile:
+def _listed(url: PrintableUrl, meta: ObjectMeta) -> RemoteFile:
     return RemoteFile(url, meta.bytes, f"etag:{meta.etag}" if meta.etag else "")
 
 
@@ -236,20 +230,20 @@ def _patience(url: str) -> Patience:
     return _OF_HTTP if url.startswith("http") else _OF_BUCKET
 
 
-def _ask(url: str, attempt: Callable[[], _T], patience: Patience | None = None) -> _T:
+def _ask(url: PrintableUrl, attempt: Callable[[], _T], patience: Patience | None = None) -> _T:
     with _input_errors(url):
-        return (patience or _patience(url)).retry(attempt, location(url))
+        return (patience or _patience(url)).retry(attempt, url)
 
 
 @contextmanager
-def _input_errors(url: str) -> Iterator[None]:
-    """Convert the errors of an origin in a block: PrepareError, without its address, which may hold a secret."""
+def _input_errors(url: PrintableUrl) -> Iterator[None]:
+    """Convert the errors of an origin in a block to PrepareError."""
     try:
         yield
     except ChangedError as error:
         raise PrepareError(f"{url}: the input changed while it was read. Start again.") from error
     except (PermanentError, TransientError) as error:
-        reason = str(error).removeprefix(location(url).rstrip("/")).lstrip("/: ")
+        reason = str(error).removeprefix(url.rstrip("/")).lstrip("/: ")
         if isinstance(error, TransientError):
             raise PrepareError(
                 f"{url}: cannot read input after {error.tries} tries: {reason}. Try again later."
@@ -266,7 +260,7 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url if is_bucket(url) else url.partition("?")[0]
+        self.url = PrintableUrl(url)
         self._origin = as_object_origin(open_origin(url, timeouts=_TIMEOUTS))
 
     def find(self, name: str) -> RemoteFile | None:
@@ -345,7 +339,7 @@ class BlockCache:
     """The last blocks of all files that were read or fetched ahead, and those under way."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[tuple[str, str, int, int, int], Future[bytes]] = OrderedDict()
+        self._blocks: OrderedDict[tuple[PrintableUrl, str, int, int, int], Future[bytes]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_streams = 0  # That are open: they share the blocks.
         at_fork(self)
@@ -355,7 +349,7 @@ class BlockCache:
         self._lock = threading.Lock()
         self._blocks.clear()
 
-    def read(self, url: str, version: str, start: int, stop: int, index: int, num_ahead: int) -> bytes:
+    def read(self, url: PrintableUrl, version: str, start: int, stop: int, index: int, num_ahead: int) -> bytes:
         """The block of that index of bytes [start, stop) of a file; starts to fetch it and the next `num_ahead` blocks.
 
         Raises what `_read` raised.
@@ -378,7 +372,7 @@ class BlockCache:
         return requested.result()
 
 
-def _fill(block: Future[bytes], url: str, version: str, start: int, stop: int, index: int) -> None:
+def _fill(block: Future[bytes], url: PrintableUrl, version: str, start: int, stop: int, index: int) -> None:
     try:
         start += index * BLOCK_BYTES
         block.set_result(b"".join(map(bytes, _read(url, version, start, min(stop, start + BLOCK_BYTES)))))

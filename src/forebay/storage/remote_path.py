@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, PrintableUrl, UsageError
 from forebay.storage.addresses import fixed_folder, glob_matcher, is_hidden, location
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def url_name(url: str) -> str:
     return re.split("[@:]", name)[0] if url.startswith("hf://") else name
 
 
-def find_paths(url: str) -> list[RemotePath]:
+def find_paths(url: PrintableUrl) -> list[RemotePath]:
     """The file at a URL, or those below it, sorted by the parts of their paths, without hidden ones.
 
     A path begins with `url_name`, as if a directory of that name had the files.
@@ -101,7 +101,7 @@ def find_paths(url: str) -> list[RemotePath]:
     base, files = _find_hub_files(url) if url.startswith("hf://") else find_urls(url)
     paths: dict[str, RemotePath] = {}
     for file in files:
-        address = location(file.url)
+        address = str(file.url)
         inside = address.removeprefix(base).strip("/")
         if is_hidden(inside):
             continue
@@ -119,7 +119,7 @@ def _folder(url: str) -> str:
     return path if above is None else above
 
 
-def _find_hub_files(url: str) -> tuple[str, list[RemoteFile]]:
+def _find_hub_files(url: PrintableUrl) -> tuple[str, list[RemoteFile]]:
     """What the paths begin with, and the files: of a split, as `prepare` reads it, if they are of a known format."""
     from forebay.storage.hub import find_repo
     from forebay.storage.hub_splits import find_split, parse_url

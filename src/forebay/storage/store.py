@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 from forebay.arrays import Array
 from forebay.dataset.chunks import hash_slice
 from forebay.dataset.reader import local_path
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, full_url, printable_url
 from forebay.files import (
     atomic_write,
     commit_files,
@@ -59,11 +59,13 @@ _I = TypeVar("_I")
 
 def open_store(url: str | os.PathLike[str]) -> "Store":
     """The store at a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`."""
-    text = os.fspath(url)
+    text = full_url(url)
     if is_bucket(text):
         return BucketStore(text)
     if is_url(text):
-        raise UsageError(f"expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
+        raise UsageError(
+            f"expected a directory, s3://, r2://, gs:// or az:// to write to, got {printable_url(text)!r}."
+        )
     return FolderStore(str(local_path(text)))
 
 

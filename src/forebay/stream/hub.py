@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count, islice
 from typing import Any, TypeAlias
 
-from forebay.errors import ForebayError, PrepareError, StateError, UsageError
+from forebay.errors import ForebayError, PrepareError, StateError, UsageError, error_text
 from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.formats.records import Record, to_record
 from forebay.prepare.inputs import resolve_format
@@ -156,7 +156,7 @@ class ObjectReading:
                 cause: BaseException = error
                 while cause.__context__ is not None:  # an exception of a library's error handling hides the cause
                     cause = cause.__context__
-                reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:500].rstrip(".")
+                reason = f"{type(cause).__name__}: {error_text(cause)}"
                 raise PrepareError(
                     f"{name}: cannot read input after {self._number} records: {reason}. Check the dataset."
                 ) from error

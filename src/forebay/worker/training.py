@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from forebay.errors import StateError, UsageError
+from forebay.errors import StateError, UsageError, error_text
 from forebay.load.batch import NumpyTokens
 from forebay.worker.batches import Batches, DummyDataset
 from forebay.worker.config import WorkerConfig
@@ -252,7 +252,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def out_of_memory(error: BaseException, config: WorkerConfig) -> OutOfMemoryError:
     """The error with the settings of the step and the next smaller ones."""
-    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    reason = error_text(error)
     batch_size, seq_len = config.batch_size, config.resolved_seq_len()
     advice = []
     if batch_size > 1:

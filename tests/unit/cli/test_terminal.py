@@ -8,22 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.cli.parser import filtered_streams, printable
+from forebay.cli.parser import filtered_streams
+from forebay.errors import printable
 
 
 @given(st.text())
 def test_control_characters_come_out_as_their_escapes(text: str) -> None:
     shown = printable(text)
-    assert all(c.isprintable() or c in "\n\t" or not c.isascii() for c in shown)
-    assert not set(shown) & set("\x1b\x9b\r\x07\x7f\x85")
+    assert all(c.isprintable() or not c.isascii() for c in shown)
+    assert not set(shown) & set("\n\x1b\x9b\r\x07\x7f\x85\u2028\u202e")
     assert printable(shown) == shown
     if text.isprintable():
         assert shown == text
 
 
 def test_what_escapes_look_like() -> None:
-    assert printable("a\x1b[2J\tb\nc\x9b") == "a\\x1b[2J\tb\nc\\x9b"
-    assert printable("50%\r", allow_return=True) == "50%\r" and printable("50%\r") == "50%\\r"
+    assert printable("a\x1b[2J\tb\nc\x9b", keep="\n\t") == "a\\x1b[2J\tb\nc\\x9b"
+    assert printable("50%\r", keep="\r") == "50%\r" and printable("50%\r\n\u202e") == "50%\\r\\n\\u202e"
+    assert printable("\x1b" * 9, 10) == "\\x1b\\x1b\\x"
     assert printable("naïve – 日本 🙂") == "naïve – 日本 🙂"
 
 

@@ -122,24 +122,6 @@ def test_other_bytes_than_were_requested(server: OriginServer) -> None:
         read(web, NAME, 10, 20)
 
 
-def test_the_query_goes_with_each_request_and_into_no_message(server: OriginServer) -> None:
-    origin = open_origin(f"{server.url}/data?signature=secret")
-    assert read(origin, NAME, 0, 5) == CONTENT[:5]
-    assert server.paths[-1].endswith("?signature=secret")
-    with pytest.raises(PermanentError) as caught:
-        origin.get("none", 1)
-    assert "secret" not in str(caught.value) + origin.url
-
-
-def test_a_password_in_the_url_is_sent_and_not_told(server: OriginServer) -> None:
-    server.auth = "Basic dTpw"
-    origin = open_origin(f"http://u:p@127.0.0.1:{server.port}/data")
-    assert read(origin, NAME, 0, 5) == CONTENT[:5]
-    assert "u:p" not in origin.url
-    with pytest.raises(PermanentError, match="401"):
-        read(open_origin(f"{server.url}/data"), NAME, 0, 5)
-
-
 def test_a_proxy(server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.setenv("no_proxy", "")

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
-from forebay.errors import ProtocolError, UsageError
+from forebay.errors import ProtocolError, UsageError, printable
 from forebay.ledger.chain import canonical_json
 from forebay.network.peer import ROLES, UNBOUNDED, Peer, Scope
 from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
@@ -123,7 +123,7 @@ def _builder(
 
 def name_of(cert: x509.Certificate) -> str:
     """The common name of a certificate of this package."""
-    return str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    return printable(str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value), 200)
 
 
 def der_of(cert: x509.Certificate) -> bytes:

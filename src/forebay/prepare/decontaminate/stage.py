@@ -16,7 +16,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from forebay.arrays import I64, U8
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError, PrintableUrl, UsageError
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.decontaminate.index import (
@@ -75,6 +75,7 @@ class Decontaminate(Stage):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        vars(self)["sets"] = tuple(map(PrintableUrl, self.sets))
         if not self.sets:
             raise UsageError("sets: expected files, folders or hub names of evaluation sets, got none")
         for entry in self.sets:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forebay.dataset.slices import hash_file
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError, UsageError, printable
 from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
@@ -20,7 +20,7 @@ from forebay.prepare.sampling import describe_sample
 from forebay.prepare.stats import Usage
 from forebay.prepare.thresholds import bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.storage.listing import count_reasons, shown_path
+from forebay.storage.listing import count_reasons
 from forebay.storage.store import Store
 
 _MAX_REJECTS, _MAX_SKIPPED, _MAX_REASONS = 50, 200, 50
@@ -166,7 +166,7 @@ def report_data(
         "failed": corpus.failed,
         "skipped": count_reasons(corpus.inputs.skipped),
         "skipped_files": [
-            {**item._asdict(), "path": shown_path(item.path)}
+            {**item._asdict(), "path": printable(item.path)}
             for item in sorted(corpus.inputs.skipped, key=lambda item: item.status)[:_MAX_SKIPPED]
         ],
         "funnel": [{"stage": name, **vars(count)} for name, count in funnel],

@@ -28,7 +28,7 @@ from forebay.dataset.manifest import (
     SliceTable,
 )
 from forebay.dataset.slices import hash_file
-from forebay.errors import UsageError
+from forebay.errors import UsageError, printable
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.extend import link_slices, parent_of
@@ -50,7 +50,6 @@ from forebay.prepare.tasks.slicing import (
 )
 from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.storage.listing import shown_path
 from forebay.storage.store import Store
 
 _DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
@@ -253,5 +252,5 @@ def _documents(
                 split, first_row = splits[name]
                 source = split.files[index if len(split.files) > 1 else 0]
                 # By the name that the lineage has, without the path.
-                position = describe_position(split, index, inner, first_row).removeprefix(shown_path(source.path))
+                position = describe_position(split, index, inner, first_row).removeprefix(printable(source.path))
                 yield own_id or source.name + position, source.name, url

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.dataset.slices import hash_file
-from forebay.errors import PrepareError
+from forebay.errors import BUCKET_SCHEMES, PrepareError
 from forebay.formats.code import SourceCode, licence_versions
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_stored
 from forebay.prepare.documents import Stage, without_paths
-from forebay.storage.addresses import BUCKET_SCHEMES
 from forebay.storage.digests import digest_of_read
 from forebay.storage.hub import HubReadError
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from forebay.arrays import Array
 from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.errors import PrepareError, UnknownDatasetError, UsageError
+from forebay.errors import PrepareError, UnknownDatasetError, UsageError, error_text
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
@@ -160,7 +160,7 @@ def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
     try:
         data = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
     except Exception as error:  # of many kinds, by model
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = f"{type(error).__name__}: {error_text(error)}"
         raise PrepareError(
             f"tokenizer {spec!r}: expected a tokenizer.json or files that transformers makes one of, got {reason}. "
             "Give a tokenizer.json that is on this machine."
