@@ -1,47 +1,13 @@
-"""What a worker does to a run: false steps, other members' names, joins and breaks without end."""
+"""What a worker may do to a run: false steps, other ranks' keys, other members' names."""
 
-import time
-from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from forebay.coordinator.membership import MAX_SEATS
-from forebay.coordinator.messages import Leave, LogLine, PollChange, Rules, Stepped, Tick
+from forebay.coordinator.messages import Leave, LogLine, PollChange, Stepped, Tick
 from forebay.coordinator.server import Coordinator
 from forebay.network.pki.identity import Identity
-from support.attackers import answers, ask, issue, request
-from support.memberships import CoordinatorHarness
+from support.attacked import Run, post_as
+from support.attackers import answers, request
 from support.wire import connect
 
 LIE = 2**61
-
-
-@pytest.fixture
-def coordinator(network_dir: Path, tmp_path: Path) -> Iterator[Coordinator]:
-    rules = Rules(workers_per_peer=2)
-    identity = issue(network_dir, "coordinator")
-    with Coordinator(state_dir=tmp_path / "run", rules=rules, config={"batch_size": 2}, identity=identity) as created:
-        yield created
-
-
-def post_as(coordinator: Coordinator, member: Identity, verb: str, **fields: Any) -> tuple[int, Any]:
-    body = {"worker_id": member.name, "session": f"{member.name}-session", **fields}
-    return ask(member, coordinator.address, "POST", f"/v1/members/{verb}", body)
-
-
-class Run(CoordinatorHarness):
-    """The membership of a run whose workers are of certificates of their own."""
-
-    def __init__(self, *names: str, min_workers: int = 2) -> None:
-        super().__init__(Rules(min_workers=min_workers))
-        for name in names:
-            self.join(name)
-
-    def join(self, worker_id: str, session: str = "", **fields: Any) -> list:
-        return super().join(worker_id, session, **{"peer_id": f"peer {worker_id}", **fields})
 
 
 def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
@@ -113,27 +79,6 @@ def test_the_last_of_two_ends_the_run_though_the_other_died() -> None:
     assert run.state.end == 9 and run.state.done
 
 
-def test_seats_of_who_never_finished_a_step_are_forgotten() -> None:
-    """Names that join and leave make no state that grows, nor ranks that no member has."""
-    run = Run("a", "b")
-    for number in range(20):
-        run.join(f"evil{number}")
-        run.send(Leave(f"evil{number}", f"evil{number}/1", 0, 0))
-    assert len(run.state.seats) <= 2 and len(run.generation.places) <= 3
-    run.beat("ab", 3)
-    run.send(Leave("b", "b/1", run.generation.number, 3))
-    run.join("c")
-    run.ready("a", 3)
-    run.join("b", "b/2")
-    run.ready("a", 3)
-    run.ready("c", 3)
-    assert run.ranks == ["a", "b", "c"]
-    run.state = replace(run.state, seats={f"old{number}": number for number in range(3 * MAX_SEATS)})
-    run.beat("a", 9)
-    run.send(Leave("b", "b/2", run.generation.number, 9))
-    assert len(run.state.seats) == MAX_SEATS and "b" in run.state.seats
-
-
 def test_who_reports_that_generations_break_is_named_and_nobody_is_removed_for_it() -> None:
     """Either the report is a lie, or another member made it true: the coordinator cannot tell which."""
     run = Run("a", "b", "evil", min_workers=3)
@@ -178,41 +123,3 @@ def test_a_workers_name_is_not_another_members_to_take(
     late.send(PollChange("a", "a/1", -1))
     late.now = 89.0
     assert late.codes(late.join("a", "x", peer_id="peer evil")) == ["duplicate"]
-
-
-def test_who_joins_and_leaves_without_end_has_to_wait(
-    coordinator: Coordinator, evil: Identity, honest: Identity
-) -> None:
-    """Each join stops all others at the end of a step."""
-    statuses = []
-    for _ in range(6):
-        statuses.append(post_as(coordinator, evil, "join")[0])
-        post_as(coordinator, evil, "leave")
-    assert statuses == [200] * 4 + [429] * 2
-    assert post_as(coordinator, honest, "join")[0] == 200
-    assert coordinator._state.seats == {}
-
-
-def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_dir: Path, evil: Identity) -> None:
-    """Members without the role are no workers, and none settles what all train on."""
-    assert post_as(coordinator, issue(network_dir, "data", "data"), "join")[0] == 403
-    settings = {"settings": {"dataset_name": "/etc", "num_steps": 1}}
-    assert ask(evil, coordinator.address, "POST", "/v1/config", settings)[1]["config"] == {"batch_size": 2}
-    for number in range(2):
-        assert post_as(coordinator, evil, "join", worker_id=f"w{number}", session=f"session-{number}")[0] == 200
-    status, message = post_as(coordinator, evil, "join", worker_id="w2", session="session-2")
-    assert (status, message["error"]) == (429, "too_many_workers")
-
-
-def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, evil: Identity) -> None:
-    limits = coordinator._server._core.limits
-    assert limits.requests_per_s <= 16 and limits.requests_per_peer <= 8
-    assert post_as(coordinator, evil, "join")[0] == 200
-    beats = [{"worker_id": "evil", "session": "evil-session", "generation": 1, "step": step} for step in range(60)]
-    began = time.monotonic()
-    with connect(evil, coordinator.address) as sock:
-        result = [
-            item.status for item in answers(sock, *(request("POST", "/v1/members/heartbeat", item) for item in beats))
-        ]
-    allowed = limits.requests_per_s * (2 + time.monotonic() - began) + 1  # a slow machine asks less often
-    assert set(result) <= {200, 429} and result.count(200) <= allowed
