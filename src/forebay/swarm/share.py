@@ -384,7 +384,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
         file = server.check_slice(peer_of(request), files, 0)
         if chunk_bytes != file.chunk_bytes:
-            raise ApiError(404, "unknown_slice", f"this node has no hashes of its chunks of {chunk_bytes} bytes")
+            raise ApiError(404, "unknown_slice", "this node has no slice of this hash in chunks of this size")
         server.check_slice(peer_of(request), files, num_chunks(file.num_bytes, chunk_bytes) * HASH_BYTES)
         return Response(await server.read_leaves(file), media_type=BINARY)
 
