@@ -151,6 +151,8 @@ def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: LocalClu
         check_mixture(source, workers, counts)
         return
     assert set(counts.values()) == {1}
+    if case == "epochs" and source.is_lockstep:
+        check_epochs(name, workers)
     num_validation = round(FRACTION * len(expected))
     sizes = {
         "train": len(expected) - num_validation, "epochs": EPOCHS * len(expected),
@@ -170,6 +172,13 @@ def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: LocalClu
         used = [(use["name"], sample) for use in source.uses(CASES[case]["dataset"]) for sample in use["samples"]]
         delivered = [(f"worker-{i}", number) for i, of in enumerate(workers) for line in of for number in line["ids"]]
         assert sorted(used) == sorted(delivered)
+
+
+def check_epochs(name: str, workers: list[list[Line]]) -> None:
+    """Each has an order of its own; owned samples stay with their rank."""
+    for lines in workers:
+        orders = [[n for line in lines if line["epoch"] == epoch for n in line["ids"]] for epoch in range(EPOCHS)]
+        assert orders[0] != orders[1] and (name != "owned" or set(orders[0]) == set(orders[1]))
 
 
 def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int, int]]) -> None:

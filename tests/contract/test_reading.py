@@ -1,7 +1,9 @@
 """What comes out of the readers of text is what is in the file: nothing lost, falsified or misread."""
 
+import bz2
 import gzip
 import io
+import json
 import lzma
 import re
 import tarfile
@@ -18,6 +20,7 @@ import pytest
 import zstandard
 
 from forebay.formats.tfrecord import masked
+from support.archives import tar_bytes
 from support.preparing import prepare, read_records, write_jsonl
 
 MAIL = "From a@b Sat Jan  3 01:05:34 2004\n"
@@ -31,6 +34,13 @@ def table(*groups: list, kind: Any = None) -> bytes:
         for group in groups:
             writer.write_table(pa.table({"text": pa.array(group, kind or pa.string())}))
     return sink.getvalue()
+
+
+def stream(*texts: str) -> bytes:
+    sink, batch = pa.BufferOutputStream(), pa.record_batch({"text": texts})
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
 
 
 def warc(*blocks: str | bytes, head: str = "WARC-Type: response") -> bytes:
@@ -67,7 +77,9 @@ CASES = {
         ["zero.parquet", "zero.arrow", "zero.jsonl", "zero.warc", "zero.mbox", "zero-articles.xml"], ("", "")),
     "zero.tar": (bytes(10240), ""),
     "null.jsonl": ('{"text":null}\n{"id":1}\n{"text":"a"}\n{"text":" \\n"}\n{}\n', "~|~|a|~|~"),
-    "dots.jsonl text_key=page.text": ('{"page":null}\n{"page":{"text":"a"}}\n{"page":{}}\n', "~|a|~"),
+    "dots.jsonl text_key=page.text": (
+        '{"page":null}\n{"page":{"text":"a","n":NaN}}\n{"page":{}}\n{"page.text":"b"}\n', "~|a|~|b"),
+    "struct.parquet text_key=text.a": (table([{"a": "b"}, None], kind=pa.struct({"a": pa.string()})), "b|~"),
     "no-key.jsonl": ('{"head":"a"}\n{"id":1}\n', "~|~|!'text', got nothing among head"),
     "pairs.jsonl prompt_key=p response_key=r": (
         '{"p":"a","r":null}\n{"r":"b"}\n{"p":"a","r":""}\n{"p":"a","r":"b"}\n', "~|~|~|ab"),
@@ -90,6 +102,12 @@ CASES = {
     "br.warc": (page(brotli.compress(b"<p>a"), "Content-Encoding: br"), "<p>a"),
     "two.warc": (page(gzip.compress(GZ), "Content-Encoding: x-gzip\r\nTransfer-Encoding: gzip, chunked"), "<p>a"),
     "members.warc": (page(GZ + GZ, "Content-Encoding: gzip"), "<p>a<p>a"),
+    "deflate.warc": (page(zlib.compress(b"<p>a", wbits=-15), "Content-Encoding: deflate"), "<p>a"),
+    "undone.warc": (page(b"<p>a", "Content-Encoding: gzip"), "<p>a"),
+    "identity.warc": (page(b"<p>a", "Content-Encoding: identity"), "<p>a"),
+    "lf.warc": (
+        warc("HTTP/1.1 200 OK\nContent-Type: text/html\nTransfer-Encoding: chunked\n\n3\nabc\n2\nde\n0\n"), "abcde"),
+    "plain.warc": (page(b"3\nabcdef", "Transfer-Encoding: chunked"), "3\nabcdef"),
     "zlib.warc": (page(zlib.compress(b"<p>a"), "Content-Encoding: gzip"), "<p>a"),
     "no-header.warc": (page(zstandard.compress(b"<p>a")), "<p>a"),
     "aws.warc": (page(b"4;chunk-signature=x\r\n<p>a\r\n0\r\n\r\n", "Content-Encoding: aws-chunked"), "<p>a"),
@@ -97,6 +115,8 @@ CASES = {
     "dcb.warc": (page(b"\xffDCB" + bytes(range(64)), "Content-Encoding: dcb"), "!in the coding 'dcb'"),
     "compress.warc": (page(b"\x1f\x9d\x90" + bytes(64), "Content-Encoding: compress"), "!in the coding 'compress'"),
     "base64.warc": (page(b"PHA+YTwvcD4=", "Content-Encoding: base64"), "!in the coding 'base64'"),
+    "chunks.warc": (page(b"3\r\nabc\r\n2\r\ndefgh", "Transfer-Encoding: chunked"), "abcde|!ends early"),
+    "codings.warc": (page(b"a", "Content-Encoding:" + "gzip," * 5), "!more than 4 codings"),
     "cut.warc": (page(GZ[:-8], "Content-Encoding: gzip"), "<p>a|!ends early"),
     "crc.warc": (page(GZ[:-8] + bytes(8), "Content-Encoding: gzip"), "!incorrect data check"),
     "pdf.warc": (page(b"%PDF-1.4"), "!got a PDF document"),
@@ -115,6 +135,12 @@ CASES = {
     "alone.jsonl.lzma": (lzma.compress(LINE, lzma.FORMAT_ALONE), "a"),
     "padded.jsonl.xz": (lzma.compress(LINE) + bytes(4) + lzma.compress(LINE), "a|a"),
     "a.jsonl.br": (brotli.compress(LINE), "a"),
+    "members.jsonl.gz": (gzip.compress(LINE) * 2, "a|a"),
+    "members.jsonl.bz2": (bz2.compress(LINE) * 2, "a|a"),
+    "a.jsonl.lz4": (pa.Codec("lz4").compress(LINE, asbytes=True), "a"),
+    "stream.arrow.gz": (gzip.compress(stream("a", "b")), "a|b"),
+    "samples.tgz": (gzip.compress(tar_bytes({"1.json": LINE, "2.jpg": b"\xff", "2.txt": b"b"})), "a|b"),
+    "lines.tar": (tar_bytes({"1.jpg": b"\xff", "1.jsonl.gz": gzip.compress(LINE * 2), "1.cls": b"1"}), "a|a"),
     "volume.tar": (tar(b"M", b"a"), "!a member of the type 'M'"),
     "link.tar": (tar(b"2"), "~"),
     "uuencode.mbox": (f"{MAIL}Subject: x\n\na\nbegin 644 f\n#86)C\n`\nend\nb\n", "a\n\nb"),
@@ -130,6 +156,7 @@ CASES = {
     "cr.csv": ('n,text\r1,"a\rb"\r2,c\r', "a\rb|c"),
     "two.jsonl": (LINE + LINE[:-1] + LINE + LINE, "a|a|a|a"),
     "seq.jsonl": (b"\x1e" + LINE + b'\x1e{\n"text":"b"}\n', "a|b"),
+    "values.json": ('{\n"text":"a"\n}\n{\n"text":"b"\n}', "a|b"),
     "lists.json": ('[{"text":"a"}\n,{"text":"b"}]\n[{"text":"c"}]', "a|b|c"),
     "commas.jsonl": ('[{"text":"a"}\n,\n{"text":"b"}\n]\n', "a|b"),
     "separators.jsonl": ('{"text":"a\u2028b\x85c"}\n{"text":NaN}\n', "a\u2028b\x85c|!got float"),
@@ -235,5 +262,13 @@ TEXTS = {
 
 @pytest.mark.parametrize("encoding, text", [(name, t) for names, t in TEXTS.items() for name in names.split()])
 def test_an_encoding_without_a_label(tmp_path: Path, encoding: str, text: str) -> None:
-    (tmp_path / "a.txt").write_bytes(f"{text}.\n".encode(encoding) * 2)
-    assert [r.text for r in read_records(tmp_path / "a.txt")] == [f"{text}.\n" * 2]
+    """As text, and in the lines and lists of tables, packed and not."""
+    text = f"{text}.\n" * 2
+    row = json.dumps({"text": text}, ensure_ascii=False)
+    files = {"txt": text, "jsonl": f"{row}\n{row}\n", "json": f"[{row}, {row}]", "csv": f'id,text\n1,"{text}"\n'}
+    for suffix, full in files.items():
+        data = full.encode(encoding)
+        (tmp_path / f"a.{suffix}").write_bytes(data)
+        (tmp_path / f"a.{suffix}.gz").write_bytes(gzip.compress(data))
+    for options in ({}, {"encoding": encoding}):
+        assert [(r.text, r.problem) for r in read_records(tmp_path, **options)] == [(text, "")] * 12

@@ -2,10 +2,8 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ import pytest
 from forebay.cli import make_parser
 from forebay.cli.parser import completion
 from support.feeding import small_disk
-from support.nodes import Bootstrap
-from support.waiting import until
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
@@ -123,31 +119,6 @@ def test_ctrl_c_after_the_result_is_no_failure(dataset: Path) -> None:
         assert (process.returncode, errors) in ((0, ""), (130, "forebay: interrupted\n"))
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory of a network with a DHT node, and of its members alice and bob."""
-    base = tmp_path_factory.mktemp("net")
-    dht = Bootstrap(1)
-    assert forebay("network", "init", base / "net", "--bootstrap", "{}:{}".format(*dht.addresses[0])).returncode == 0
-    for name in ("alice", "bob"):
-        joined = forebay("network", "join", base / "net", base / name, "--name", name, "--role", "all")
-        assert joined.returncode == 0, joined.stderr
-    yield base
-    dht.close()
-
-
-def test_an_unknown_name_and_a_port_in_use_are_told_in_one_line(network: Path, dataset: Path, tmp_path: Path) -> None:
-    alice = ("--identity", network / "alice")
-    assert_one_line(forebay("find", "no-such-name", *alice, "--timeout", 10), "no-such-name")
-    state = ("--state", tmp_path / "s", "--timeout", 10)
-    assert_one_line(forebay("scheduler", "no-such-name", *alice, *state), "no-such-name")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert_one_line(forebay("serve", dataset, *alice, "--listen", f"127.0.0.1:{port}"), str(port))
-
-
 def test_a_signal_that_interrupts_the_wait_for_it_ends_a_node() -> None:
     """An event's own lock is taken for a moment in each wait: a handler that takes it would never return."""
     program = """
@@ -162,17 +133,11 @@ print(stop.wait(30))
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_a_node_is_probed_revoked_and_drains_on_sigterm(network: Path, dataset: Path) -> None:
-    """`status` is 0 for a healthy node and 1 for none; a revoked peer is refused without a restart; SIGTERM exits 0."""
-    peer = last_json(forebay("network", "show", network / "bob", "--json"))["peer_id"]
-    command = ["-m", "forebay", "serve", dataset, "--identity", network / "alice", "--json"]
-    with subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True) as node:
-        address = json.loads(node.stdout.readline())["address"]
-        status = ("status", address, "--identity", network / "bob", "--timeout", 20)
-        assert last_json(forebay(*status, "--json"))["healthy"]
-        assert forebay("network", "revoke", peer, network / "alice").returncode == 0
-        until(lambda: forebay(*status).returncode)  # The node looks for revocations once a second.
-        assert_one_line(forebay(*status), address)
-        node.terminate()
-        assert node.wait() == 0
-    assert_one_line(forebay("status", address, "--identity", network / "alice", "--timeout", "1"), address)
+def test_control_c_ends_a_worker_after_its_step() -> None:
+    command = [sys.executable, "-m", "forebay.worker", "--trainer", "count", "--num-steps", "100_000_000"]
+    worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while "first batch" not in worker.stderr.readline():
+        assert worker.poll() is None
+    worker.send_signal(signal.SIGINT)
+    _, message = worker.communicate()
+    assert worker.returncode == 130 and "stopped: step " in message and message.endswith("interrupted\n")

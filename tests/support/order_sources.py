@@ -147,9 +147,6 @@ class Cluster(Datasets):
         process = self.start(verb, *argv, *f"--identity {self.homes[name]} --listen {listen} --json".split())
         return process, process.ready()["address"]
 
-    def worker(self, **settings: Any) -> Process:
-        return self.start("module", "support.order_worker", json.dumps(settings))
-
 
 def batches_of(process: Process) -> list[Line]:
     return [line for line in process.lines() if "step" in line]
@@ -173,7 +170,6 @@ class Source:
     name = ""
     seq_len = SEQ_LEN
     is_lockstep = True  # All ranks have the same steps.
-    is_elastic = True
     is_global = True  # The global batch of a step is that of a Loader alone.
 
     def __init__(self, cluster: Any, spec: dict, job: Any = ()) -> None:
@@ -181,7 +177,6 @@ class Source:
         self.job = job  # Arguments of its scheduler.
         self.num_workers = WORKERS
         self.spec = self.with_datasets(spec)
-        self.processes = []
 
     def with_datasets(self, spec: dict) -> dict:
         names = spec["dataset"]
@@ -193,13 +188,9 @@ class Source:
         """The arguments of a worker's Loader."""
         return {"global_batch_size": GLOBAL_BATCH, **self.spec, "rank": index, "world_size": self.num_workers}
 
-    def settings(self, index: int, **more: Any) -> dict:
-        return {"loader": self.loader(index), **more}
-
-    def start(self, index: int, **more: Any) -> Process:
-        process = self.cluster.worker(**self.settings(index, **more))
-        self.processes.append(process)
-        return process
+    def start(self, index: int, pause_s: float) -> Process:
+        settings = {"loader": self.loader(index), "pause_s": pause_s}
+        return self.cluster.start("module", "support.order_worker", json.dumps(settings))
 
     def run(self) -> list[list[Line]]:
         """Return the batches of each worker, all threads of this process, over one epoch or all steps."""
@@ -213,7 +204,7 @@ class Static(Source):
 
 class Owned(Source):
     name = "owned"
-    is_elastic = is_global = False
+    is_global = False
 
     def loader(self, index: int) -> dict:
         names = [f"rack-{i}" for i in range(self.num_workers)]

@@ -44,29 +44,19 @@ def describe(batch: Any, has_content: bool) -> dict:
     return line
 
 
-class Worker:
-    """One process. Settings: `loader`, `pause_s`; optional `state`, `has_content`, `has_state`."""
-
-    def __init__(self, settings: dict) -> None:
-        self.settings = settings
-        self.pause_s = settings.get("pause_s", 0.0)
-
-    def write(self, **line: Any) -> None:
-        os.write(1, json.dumps(line).encode() + b"\n")  # One write: a kill tears no line.
-
-    def run(self) -> None:
-        with open_loader(self.settings["loader"]) as loader:
-            if (state := self.settings.get("state")) is not None:
-                loader.load_state_dict(state)
-            self.write(ready=True, at=time.monotonic())
-            for batch in loader:
-                line = describe(batch, self.settings.get("has_content", False))
-                self.write(**line, state=loader.state_dict() if self.settings.get("has_state") else None)
-                time.sleep(self.pause_s)
-            loader.close()  # Only then is it known of the last batches whether their use is on record.
-            stats = {name: value for name, value in loader.stats().items() if isinstance(value, (int, float))}
-            self.write(done=True, stats=stats)
+def write(**line: Any) -> None:
+    os.write(1, json.dumps(line).encode() + b"\n")  # One write: a kill tears no line.
 
 
 def main(text: str) -> None:
-    Worker(json.loads(text)).run()
+    """One process. Settings: `loader`, `pause_s`."""
+    settings = json.loads(text)
+    with open_loader(settings["loader"]) as loader:
+        write(ready=True, at=time.monotonic())
+        for batch in loader:
+            write(**describe(batch, False))
+            time.sleep(settings["pause_s"])
+        loader.close()  # Only then is it known of the last batches whether their use is on record.
+        write(
+            done=True, stats={name: value for name, value in loader.stats().items() if isinstance(value, (int, float))}
+        )

@@ -20,7 +20,6 @@ pytest.importorskip("libtorrent")
 from support.calibration import scaled
 from support.order_sources import (
     SAMPLES_PER_WORKER,
-    SOURCES,
     WORKERS,
     Cluster,
     Leased,
@@ -53,37 +52,6 @@ def any_moment(chance: random.Random, workers: list, count: int) -> None:
         )
     )
     time.sleep(chance.uniform(0.0, 0.03))
-
-
-@pytest.mark.parametrize("name", ["static", "owned"])
-def test_ranks_killed_at_any_moment_resume_where_all_of_them_were(cluster: Cluster, name: str) -> None:
-    """A checkpoint is of the last step that all ranks have done. Static ranks come back in another number."""
-    chance, source = random.Random(f"{name} {SEED}"), SOURCES[name](cluster, MASKS)
-    alone = SOURCES[name](cluster, MASKS)
-    alone.num_workers = WORKERS if name == "owned" else 1
-    ranks = [[batch.sample_ids.tolist() for batch in open_loader(alone.loader(i))] for i in range(alone.num_workers)]
-    expected = [sorted(chain(*of_ranks)) for of_ranks in zip(*ranks)]
-    committed = []
-    states = [None] * WORKERS
-    kills = 0
-    while len(committed) < len(expected):
-        if source.is_elastic:
-            source.num_workers = chance.choice([1, 2, 3, 4])
-            assert all(state == states[0] for state in states)
-            states = states[:1] * source.num_workers
-        workers = [source.start(i, state=state, has_state=True, pause_s=0.01) for i, state in enumerate(states)]
-        if kills < KILLS:
-            any_moment(chance, workers, chance.randrange(4 * len(workers)))
-            for worker in chance.sample(workers, len(workers)):
-                worker.kill()
-            kills += 1
-        for worker in workers:
-            assert worker.wait() in (0, -9), worker.errors()
-        for lines in zip(*map(batches_of, workers)):
-            assert {line["step"] for line in lines} == {len(committed)}
-            committed.append(sorted(chain(*(line["ids"] for line in lines))))
-            states = [line["state"] for line in lines]
-    assert committed == expected
 
 
 class Brief(Leased):

@@ -20,12 +20,10 @@ import pytest
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
 from forebay.data_node import DataNode
-from forebay.errors import StateError, UsageError
-from forebay.fetch.cache import ChunkCache
+from forebay.errors import StateError
 from forebay.network.client import Client, RemoteError
 from forebay.scheduler.journal import Journal, lock_state
 from forebay.scheduler.server import SchedulerService
-from support.cached import info_of, put, put_chunks
 from support.feeding import small_disk
 from support.handlers import Make
 from support.local_discovery import LocalDiscovery
@@ -118,16 +116,3 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
         until(is_leased)
         service.stop()
         lock_state(state).release()
-
-
-def test_the_cache_takes_slices_again(disk: Path) -> None:
-    cache, data = ChunkCache(disk, 1 << 20), b"x" * 100_000
-    sha256 = put_chunks(cache, data, 1 << 24, [0]).info.sha256  # Pinned, so that it cannot make room.
-    filler = fill(disk)
-    assert cache.get(sha256) and ChunkCache(disk, 1 << 20).get(sha256)
-    other = info_of(b"y" * 100_000)
-    with pytest.raises(UsageError, match=rf"{disk}: its disk is full"):
-        put(cache, b"y" * 100_000)
-    filler.unlink()
-    assert put(cache, b"y" * 100_000) == other.sha256
-    assert cache.get(other.sha256) and cache.get(sha256)

@@ -1,6 +1,5 @@
 """Examples of datasets by name, each whole in itself; they run against a small hub on this machine."""
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import DownloadError, PrepareError
-from forebay.prepare.tokenize.tokenizers import byte_tokenizer, load_tokenizer
-from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
+from forebay.prepare.tokenize.tokenizers import byte_tokenizer
+from forebay.worker import create_huggingface_dataset
 from support.hub_repos import write_repo
 from support.hub_server import HubServer, make_hub
 from support.store import stored
@@ -50,24 +49,6 @@ def test_a_few_batches(hub: HubServer) -> None:
         assert inputs.shape == (1, seq_len) and (inputs[:, 1:] == labels[:, :-1]).all()
 
 
-def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
-    dataset = create_huggingface_dataset(
-        "HuggingFaceFW/fineweb", num_batches=3, batch_size=1, seq_len=64, buffer_size=0,
-        tokenizer_name="EleutherAI/gpt-neox-20b",
-    )  # fmt: skip
-    import pyarrow.parquet as pq
-    from tokenizers import Tokenizer
-
-    file = next(iter(sorted((hub.directory / "datasets/HuggingFaceFW/fineweb").rglob("data/*/*.parquet"))))
-    tokenizer = load_tokenizer("EleutherAI/gpt-neox-20b")
-    alone = Tokenizer.from_str(tokenizer.data.decode())
-    expected = []
-    for text in pq.read_table(file)["text"].to_pylist():
-        expected += [*alone.encode(text, add_special_tokens=False).ids, tokenizer.eos_id]
-    result = [token for batch in dataset.batches() for token in batch.inputs.ravel().tolist()]
-    assert result == expected[: len(result)]
-
-
 def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -88,20 +69,3 @@ def test_a_loading_script_is_not_run_and_its_copy_is_named(hub: HubServer) -> No
     hub.revisions.add("refs/convert/parquet")  # a revision with files alone
     name = "example/copied@refs%2Fconvert%2Fparquet"
     assert len(list(create_huggingface_dataset(name, num_batches=2, tokenizer_name="bytes"))) == 2
-
-
-def test_a_worker_trains_on_it(hub: HubServer) -> None:
-    async def run():
-        config = WorkerConfig(
-            dataset_type="huggingface", dataset_name="tiny_shakespeare", batch_size=4, seq_len=64, num_steps=20,
-            trainer="count",
-        )  # fmt: skip
-        worker = WorkerClient(config, log=lambda line: None)
-        await worker.start()
-        report = await worker.run_training()
-        await worker.stop()
-        return report
-
-    report = asyncio.run(run())
-    assert report.finished and report.tokens == 20 * 4 * 64
-    assert report.losses[-1] < report.losses[0]

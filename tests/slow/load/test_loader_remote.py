@@ -3,14 +3,13 @@
 import contextlib
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forebay.dataset.reader import open_dataset
-from forebay.errors import ForebayError, UsageError
+from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions
 from forebay.load.sources import Mixture
@@ -18,7 +17,6 @@ from support.feeding import MIB, check_cache, dataset_fixture, read_samples, sma
 from support.origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 6, 32, 2048  # 256 KiB a slice.
-SLICE_BYTES = 262_500
 ONE_BY_ONE = {
     "seq_len": SEQ_LEN,
     "batch_size": 4,
@@ -104,16 +102,3 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
         assert sorted(result) == list(range(SLICES * SAMPLES))
         loader.close()
         check_cache(disk / "cache")
-
-
-def test_a_directory_that_cannot_be_written_is_told(server: OriginServer, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 3 * MIB) as disk:
-        subprocess.run(f"mount -o remount,ro {disk}".split(), check=True)
-        with pytest.raises(UsageError, match="choose another directory"):
-            read_samples(Loader(server.url, cache_dir=disk / "cache", cache_bytes=MIB, **ONE_BY_ONE), SAMPLES)
-        subprocess.run(f"mount -o remount,rw {disk}".split(), check=True)
-        with Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE) as loader:
-            read_samples(loader, SAMPLES)
-        subprocess.run(f"mount -o remount,ro {disk}".split(), check=True)
-        with pytest.raises(ForebayError):
-            read_samples(Loader(server.url, cache_dir=disk / "cache", cache_bytes=2 * MIB, **ONE_BY_ONE), SAMPLES)

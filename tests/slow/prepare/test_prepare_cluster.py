@@ -70,19 +70,6 @@ def bucket(server: S3Server, name: str) -> Path:
     return server.directory / "bucket" / name
 
 
-def test_a_bucket_has_the_same_bytes(
-    server: S3Server, environment: dict[str, str], tmp_path: Path, expected: Expected
-) -> None:
-    first = run("out", environment)
-    assert first == expected[0] and files(bucket(server, "out")) == expected[1]
-    assert not (bucket(server, "out") / ".work").exists()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing stays on the machine"
-    server.requests.clear()
-    again = run("out", environment)
-    puts = [path for (method, path) in server.requests if method == "PUT" and "probe" not in path]
-    assert again == first and not puts
-
-
 def test_jobs_of_an_array_share_the_tasks(server: S3Server, environment: dict[str, str], expected: Expected) -> None:
     """30 % of the jobs are killed, one begins late, and the call that writes the output is there from the start."""
     out = bucket(server, "array")

@@ -1,8 +1,7 @@
-"""Ranks of a stream: what they fetch together, a rank that is killed, helper processes of PyTorch."""
+"""Ranks of a stream: what they fetch together, as workers of a coordinator too."""
 
 import gzip
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from forebay.storage import remote_file
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
 from support.origin_server import OriginServer
-from support.streams import Rows, jsonl, parquet, stream, write_files
+from support.streams import Rows, jsonl, parquet, stream
 
 FORMS = {
     "jsonl": jsonl,
@@ -91,28 +90,3 @@ def test_four_workers_of_a_coordinator_fetch_what_one_fetches(
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         (alone, samples), (together, shared) = fetch(1), fetch(4)
     assert samples == shared == 5440 and together <= 1.1 * alone
-
-
-def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """State through a file after each batch; SIGKILL in the midst."""
-    write_files(tmp_path / "files", "jsonl", 3)
-    code = (
-        "import json, os, signal, sys; from pathlib import Path; from forebay.stream import StreamOptions, TextStream\n"
-        "made = TextStream('files', tokenizer='bytes', seq_len=32, batch_size=4, rank=1, world_size=2, steps=90,\n"
-        "    options=StreamOptions(lanes=4, shuffle_documents=30))\n"
-        "state = Path('state.json')\n"
-        "if state.exists(): made.load_state_dict(json.loads(state.read_text()))\n"
-        "for batch in made:\n"
-        "    print(batch.step, batch.inputs.tolist(), batch.labels.tolist(), flush=True)\n"
-        "    Path('new.json').write_text(json.dumps(made.state_dict())); Path('new.json').rename(state)\n"
-        "    if batch.step == int(sys.argv[1]): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-
-    def run(stop):
-        done = subprocess.run([sys.executable, "-c", code, str(stop)], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == (0 if stop < 0 else -signal.SIGKILL), done.stderr
-        return done.stdout.splitlines()
-
-    full = run(-1)
-    (tmp_path / "state.json").unlink()
-    assert run(20) + run(57) + run(-1) == full and len(full) == 90

@@ -266,26 +266,6 @@ def test_the_sample_ids_of_templar() -> None:
     assert is_view(dataset.open_slice(0), dataset) and dataset.verify().ok
 
 
-@pytest.mark.parametrize(
-    "kind, header, raw_ids", [(np.uint16, True, True), (np.uint32, False, True), (np.uint16, False, False)]
-)
-def test_shards_with_and_without_a_header(tmp_path: Path, kind: Any, header: bool, raw_ids: bool) -> None:
-    streams = [np.random.default_rng(i).integers(0, 32000, 640).astype(kind) for i in range(3)]
-    for i, tokens in enumerate(streams):
-        path, ids_path = write_shard(tmp_path, i, tokens, 64)
-        assert (np.load(path) == tokens).all()
-        if not header:
-            path.write_bytes(tokens.tobytes())
-        if not raw_ids:
-            np.save(ids_path.with_suffix(".npy"), np.fromfile(ids_path, "<u8"))
-            ids_path.unlink()
-    for location in (tmp_path, tmp_path / "train_*.npy"):
-        dataset = opened(location)
-        assert dataset.seq_len == 64
-        assert read_all(dataset)[0].tolist() == np.concatenate(streams).tolist()
-        assert all(is_view(dataset.open_slice(i), dataset) for i in range(3))
-
-
 def test_the_older_pair_of_files(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 50000, 256).astype("<u2")
     tokens.tofile(tmp_path / "tokens.bin")

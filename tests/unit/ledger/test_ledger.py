@@ -12,7 +12,7 @@ from forebay.ledger.chain import Entry, Used, read_entries
 from forebay.ledger.index import Job, decode_runs, encode_runs
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
-from support.ledgers import sign, verified, write_job
+from support.ledgers import sign, write_job
 
 
 def write(path: Path, samples: list[int], uses: list[tuple[int, ...]]) -> None:
@@ -27,15 +27,6 @@ def test_a_ledger_of_another_format_is_refused(earlier: object) -> None:
     )
     with pytest.raises(LedgerError, match=r"expected format 3, got .*start in a new directory"):
         Job.of(entry)
-
-
-def test_missing_and_repeated_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    write(path, [4, 4], [(0, 0, 0, 3), (0, 0, 2, 3), (0, 1, 1, 2), (2, 1, 0, 4)])
-    report = verified(path)
-    assert report.intact and not report.ok
-    assert report.epochs[0] == {"epoch": 0, "samples": 5, "missing": 4, "repeated": 1}
-    assert report.epochs[1] == {"epoch": 1, "samples": 0, "missing": 8, "repeated": 0}
 
 
 @pytest.mark.parametrize("use", [(0, 2, 0, 1), (0, 0, 0, 5), (0, 0, 2, 2), (0, 0, 3, 1)])

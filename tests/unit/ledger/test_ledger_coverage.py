@@ -90,7 +90,11 @@ def test_forged_repeated_and_moved_receipts_are_named(tmp_path: Path) -> None:
     assert not report.intact and report.problems[0].startswith("entry 2 (uses)")
     write_job(tmp_path / "twice", [*USES, USES[1]])
     report = verified(tmp_path / "twice")
-    assert report.repeated == [{"epoch": 0, "slice": 0, "start": 4, "stop": 8, "entry": 3}]
+    assert (
+        report.intact
+        and not report.ok
+        and report.repeated == [{"epoch": 0, "slice": 0, "start": 4, "stop": 8, "entry": 3}]
+    )
     write_job(tmp_path / "moved", [USES[1], USES[0], USES[2]])
     assert "out of order: lease a of slice 0" in verified(tmp_path / "moved").problems[0]
     write_job(tmp_path / "skipped", [USES[0], Used("a", 0, 0, 6, 8, 4)])

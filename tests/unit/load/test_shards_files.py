@@ -57,9 +57,11 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
         assert ids.tolist() == written.tolist() == [sample_id(row) for row in item.reshape(-1, L)]
         got.append(item)
     assert np.concatenate(got).tolist() == tokens[: 100 * L].tolist()
-    dataset = open_external(tmp_path, dtype=None if header else dtype)
-    assert dataset.num_tokens == 100 * L
-    assert dataset.verify().ok
+    for location in (tmp_path, tmp_path / "train_*.npy"):
+        dataset = open_external(location)
+        assert dataset is not None and dataset.seq_len == L and dataset.verify().ok
+        slices = [dataset.open_slice(index).tokens for index in range(dataset.num_slices)]
+        assert np.concatenate(slices).tolist() == tokens[: 100 * L].tolist()
 
 
 def test_wrong_arguments_of_the_writer_are_refused(tmp_path: Path) -> None:

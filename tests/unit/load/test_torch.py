@@ -17,11 +17,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 
-from forebay.dataset.import_slices import import_slices  # noqa: E402
-from forebay.dataset.slices import write_rows_slice  # noqa: E402
 from forebay.errors import DatasetError, StateError, UsageError  # noqa: E402
 from forebay.load import helpers  # noqa: E402
-from forebay.load.batch import RowBatch, TokenBatch  # noqa: E402
+from forebay.load.batch import TokenBatch  # noqa: E402
 from forebay.load.loader import Loader  # noqa: E402
 from forebay.load.options import OrderOptions, SampleOptions  # noqa: E402
 from forebay.load.shared_memory import SegmentReader  # noqa: E402
@@ -177,22 +175,6 @@ def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path: Path) -> 
     fields = masked.arrays() if style == "batch" else masked
     kinds = {(str(v.dtype), name[:2] == "cu") for name, v in fields.items() if isinstance(v, torch.Tensor)}
     assert kinds == {("torch.int64", False), ("torch.int32", True)}
-
-
-def test_rows_come_by_name(tmp_path: Path) -> None:
-    for i in range(3):
-        images = np.random.default_rng(i).integers(0, 255, (7, 3, 4, 4), dtype=np.uint8)
-        write_rows_slice(tmp_path / f"{i}.safetensors", {"images": images, "labels": np.arange(7) + 7 * i})
-    rows, seen = import_slices(tmp_path, "rows"), []
-    with Loader(rows, batch_size=4, seed=1) as loader:
-        for batch in loader.to_torch(num_workers=2):
-            assert isinstance(batch, RowBatch) and batch["images"].dtype == torch.uint8
-            assert batch["images"].shape[1:] == (3, 4, 4)
-            assert batch.labels.tolist() == batch.sample_ids.tolist()
-            seen += batch.labels.tolist()
-        for item in loader.to_torch(style="plain"):
-            assert item["labels"].tolist() == item["sample_ids"].tolist()
-    assert sorted(seen) == list(range(21))
 
 
 def test_names_for_transformers(data: Path) -> None:

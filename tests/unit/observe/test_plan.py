@@ -1,6 +1,5 @@
-"""Plans: arithmetic that others published, a model against a simulation, and figures against a loader that runs."""
+"""Plans: arithmetic that others published, what is refused and warned of, advice that the same check accepts."""
 
-import contextlib
 import json
 import re
 from dataclasses import replace
@@ -12,15 +11,11 @@ import pytest
 
 from forebay.cli import main
 from forebay.errors import UsageError
-from forebay.load.loader import Loader
-from forebay.load.options import OrderOptions
-from forebay.load.sources import open_dataset
 from forebay.observe.plan import DatasetSpec, RunSpec, make_plan
 from forebay.order.footprint import check_traffic
 from forebay.order.mixture import Weights
 from forebay.units import format_bytes, format_seconds, parse_rate
 from support.feeding import make_dataset
-from support.origin_server import OriginServer
 
 GB = 10**9
 
@@ -173,57 +168,6 @@ def test_wrong_arguments_are_said_so() -> None:
         make_plan(job(world_size=8, ranks_per_node=3))
     with pytest.raises(UsageError, match="expected samples"):
         make_plan(job(size=100))
-
-
-# --- against a loader
-
-
-def run_it(
-    server: OriginServer, cache: Path, budget: int, lanes: int | None, window: int | None, seq_len: int
-) -> tuple[dict[str, float], int]:
-    """A loader's stats, and the most bytes that its cache had on disk."""
-    server.reset()
-    max_value = 0
-
-    def sizes():
-        result = {}
-        for file in [*cache.iterdir(), *(cache / "chunks").iterdir()]:
-            with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
-                if file.is_file() and file.name != "state":
-                    result[str(file)] = file.stat().st_blocks * 512
-        return result
-
-    position = {"cache_dir": cache, "cache_bytes": budget, "rank": 0, "world_size": 1, "global_batch_size": 8}
-    order = OrderOptions(lanes=lanes, window_bytes=None if window is None else window * seq_len * 4, max_fetch_ratio=0)
-    with Loader(server.url, order=order, seq_len=seq_len, **position) as loader:
-        for _ in loader:
-            seen, later = sizes(), sizes()
-            if all(size <= later.get(name, 0) for name, size in seen.items()):  # Else it adds what went to what came.
-                max_value = max(max_value, sum(seen.values()))
-        return loader.stats(), max_value
-
-
-@pytest.mark.parametrize("lanes, window", [(None, None), (4, 96)])
-def test_a_loader_fetches_and_keeps_what_the_plan_says(tmp_path: Path, lanes: int | None, window: int | None) -> None:
-    seq_len = 256
-    dataset = make_dataset(tmp_path / "data", 16, 128, seq_len)
-    table = open_dataset(dataset).table
-
-    spec = DatasetSpec(table.bytes, table.count // seq_len, table.chunk_bytes)
-    planned = partial(RunSpec, [spec], 8, seq_len, lanes=lanes, window=window)
-    min_value = make_plan(planned()).disk.next_bytes + 16 * 8192
-    ample = 2 * int(table.bytes.sum())
-    with OriginServer(dataset) as server:
-        for cache_bytes in (min_value, ample):
-            plan = make_plan(planned(cache_bytes=cache_bytes))
-            stats, max_value = run_it(server, tmp_path / str(cache_bytes), cache_bytes, lanes, window, seq_len)
-            sent = sum(server.bytes_sent[name] for name in table.names.to_pylist())
-            assert plan.ok and 0 < max_value <= cache_bytes
-            assert int(table.bytes.sum()) <= sent <= plan.fetched_bytes + plan.disk.again_bytes
-            assert (
-                stats["refetched_bytes"]
-                <= plan.disk.again_bytes + 2 * plan.parts[0].order.num_lanes * table.chunk_bytes
-            )
 
 
 def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(

@@ -2,17 +2,15 @@
 
 import gzip
 import io
-import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.formats.http_message import body_text, parse_http
+from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.warc import Warc
@@ -72,36 +70,6 @@ def test_caps(tmp_path: Path) -> None:
     result = documents(path, max_document_bytes=100_000)
     assert [("max_document_bytes" in r.problem) for r in result] == [True, True, False]
     assert texts(result) == ["after"]
-
-
-def test_http_bodies() -> None:
-    page = "<html><p>grün</p></html>".encode()
-    chunked = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (page[:10], page[10:])) + b"0\r\n\r\n"
-    deflate = zlib.compressobj(wbits=-15)
-    encodings = {
-        "gzip": gzip.compress(page),
-        "deflate": zlib.compress(page),
-        "deflate ": deflate.compress(page) + deflate.flush(),
-        "zstd": zstandard.compress(page),
-        "gzip\t": page,  # already undone by the crawler
-        "identity": page,
-    }
-    for name, body in encodings.items():
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\nContent-Encoding: {name}\r\n\r\n".encode()
-        answer = parse_http(head + body, 1 << 20)
-        assert (answer.status, answer.charset, answer.body) == (200, "utf-8", page), name
-    head = b"HTTP/1.1 404 Not Found\nTransfer-Encoding: chunked\n\n"
-    damaged = b"3\r\nabc\r\n2\r\ndefgh"
-    for body, expected in (
-        (chunked, page),
-        (b"3\nabc\n2\nde\n0\n", b"abcde"),
-        (damaged, b"abcde"),
-        (b"3\nabcdef", b"3\nabcdef"),
-        (page, page),
-        (b"", b""),
-    ):
-        answer = parse_http(head + body, 1 << 20)
-        assert (answer.status, answer.body) == (404, expected)
 
 
 def test_character_sets() -> None:

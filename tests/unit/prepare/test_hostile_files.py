@@ -93,14 +93,6 @@ def test_a_piece_of_malformed_records_is_left(tmp_path: Path, monkeypatch: pytes
     assert "1001 records in a row hold no document" in records(path)[-1].problem
 
 
-def test_encodings_in_encodings_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.warc"
-    path.write_bytes(http(gzip.compress(gzip.compress(PAGE)), b"Content-Encoding: gzip, gzip"))
-    assert [(r.text, r.problem) for r in records(path)] == [(PAGE.decode(), "")]
-    path.write_bytes(http(PAGE, b"Content-Encoding:" + b"gzip," * 5))
-    assert problems(path) == ["a body with more than 4 codings"]
-
-
 def test_a_sample_of_a_tar_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(dict.fromkeys([*(f"a.{i}.bin" for i in range(1001)), "b.txt"], b"")))

@@ -257,7 +257,7 @@ def stop_in_stage(stage: str) -> Callable[[Any], None]:
 
 @pytest.mark.parametrize("settings", [{"slice": {"shuffle": True}}, {"sample": 0.5}])
 def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, settings: dict) -> None:
-    """Wherever it is, whenever it was written, whatever an earlier run left."""
+    """Wherever it and the evaluation sets are, whenever they were written; with other sets it is another one."""
     exam = write_jsonl(corpus.parent / "exam.jsonl", ["Not one document of the corpus has these words of a question."])
     first = prepare(corpus, tmp_path / "one/d", settings={**settings, "decontaminate": {"sets": [str(exam)]}})
     moved = tmp_path / "else/where/corpus"
@@ -266,6 +266,8 @@ def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, sett
     os.utime(moved / "a.jsonl", (1, 1))
     settings = {**settings, "decontaminate": {"sets": [str(moved.parent / "exam.jsonl")]}}
     assert prepare(moved, tmp_path / "two/d", settings=settings).id == first.id
+    write_jsonl(moved.parent / "exam.jsonl", ["Another question."])
+    assert prepare(moved, tmp_path / "three/d", settings=settings).id != first.id
     assert b"corpus/a.jsonl" in (tmp_path / "one/d/report.html").read_bytes()
     assert str(tmp_path).encode() not in (tmp_path / "one/d/manifest.json").read_bytes()
 

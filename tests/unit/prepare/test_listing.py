@@ -1,7 +1,5 @@
 """Every input is read, or named with the reason why not: links, side files, encodings, files that cannot be read."""
 
-import gzip
-import json
 import os
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.storage.listing import LINK
 from forebay.stream.text_stream import TextStream
-from support.preparing import good_texts, problems, read_records
+from support.preparing import read_records
 
 LINE = '{"text": "hello"}\n'
 
@@ -76,28 +74,6 @@ def test_a_stream_logs_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "a.csv").write_text("title\nhello\n")
     with pytest.raises(PrepareError, match="expected a column of text"):
         list(TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8, shuffle=False))
-
-
-TEXTS = {
-    "latin-1": "Größe und Maß, für die Übung schön gemacht; ça va très bien.",
-    "cp1252": "“Quoted” — it’s fine… naïve café",
-    "cp1251": "Привет, как дела? Это текст на русском языке.",
-    "shift_jis": "日本語のテキストです。これは試験です。",
-    "utf-16": "plain text — and more",
-    "utf-32": "plain text, wide",
-}
-
-
-@pytest.mark.parametrize("encoding", TEXTS)
-def test_text_of_any_encoding(tmp_path: Path, encoding: str) -> None:
-    text = TEXTS[encoding] * 3
-    row = json.dumps({"id": "1", "text": text}, ensure_ascii=False)
-    files = {"txt": text, "jsonl": f"{row}\n{row}\n", "json": f"[{row}, {row}]", "csv": f'id,text\n1,"{text}"\n'}
-    for suffix, full in files.items():
-        (tmp_path / f"a.{suffix}").write_bytes(full.encode(encoding))
-        (tmp_path / f"a.{suffix}.gz").write_bytes(gzip.compress(full.encode(encoding)))
-    for options in ({}, {"encoding": encoding}):
-        assert good_texts(tmp_path, **options) == [text] * 12 and not problems(tmp_path, **options)
 
 
 def test_damaged_utf_8_is_not_taken_for_another_encoding() -> None:

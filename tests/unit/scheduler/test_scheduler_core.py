@@ -175,17 +175,6 @@ Churn.TestCase.settings = settings(stateful_step_count=30)
 TestChurn = Churn.TestCase
 
 
-def test_a_paused_job_leases_nothing() -> None:
-    core = SchedulerCore(spec([5] * 4))
-    core.pause(True)
-    reply = exchange(core, "w", want=1)
-    assert reply.paused and not reply.done and not reply.leases
-    core.pause(False)
-    for _ in range(4):
-        assert exchange(core, "w", uses=tuple(map(full_use, exchange(core, "w", want=1).leases))).uses
-    assert exchange(core, "w", job="x").done
-
-
 def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
     happened = []
     core = SchedulerCore(spec([3], max_failures=2))
@@ -312,6 +301,7 @@ def test_wrong_jobs_and_ranges_are_refused() -> None:
     with pytest.raises(UsageError, match="max_failures"):
         spec([3], max_failures=0)
     core = SchedulerCore(spec([3]))
+    assert not exchange(core, "w", job="x").done
     with pytest.raises(LeaseError, match="this scheduler has the job x"):
         exchange(core, "w", job="y")
     for ranges in ("7", "0-1", "2-1", "0,0", "0-999999999"):

@@ -86,7 +86,7 @@ def test_a_worker_is_told_why_it_gets_no_lease() -> None:
     (other,) = exchange(core, "b", 8.0, want=1).leases
     assert cause_of("c", 8.0) == "leased"
     core.pause(True)
-    assert cause_of("c", 8.0) == "paused"
+    assert cause_of("c", 8.0) == "paused" and exchange(core, "c", 8.0).paused
     core.pause(False)
     assert cause_of("b", 8.0, release=(other.lease_id,)) == "avoided"
     core.bar("b", 8.0)

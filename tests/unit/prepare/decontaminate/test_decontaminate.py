@@ -117,18 +117,6 @@ def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
     assert [(row, hit["action"]) for row, hit in result.hits] == [(0, "cut"), (1, "dropped"), (2, "dropped")]
 
 
-def test_the_dataset_depends_on_the_contents_of_the_sets_and_not_on_their_place(tmp_path: Path) -> None:
-    question = "What do seven wizards watch while the quick brown fox jumps over the lazy dog?"
-    source = write_jsonl(tmp_path / "in.jsonl", [f"Nothing to see in text {i}." for i in range(3)])
-    ids = []
-    for name, text in (("a", question), ("b", question), ("c", "Another question")):
-        (tmp_path / name).mkdir()
-        path = write_jsonl(tmp_path / name / "set.jsonl", [{"question": text}])
-        settings = {"decontaminate": {"sets": [str(path)]}}
-        ids.append(prepare(source, tmp_path / name / "out", settings=settings, name="x").id)
-    assert ids[0] == ids[1] != ids[2]
-
-
 def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
     rows = [{"q": "alpha beta gamma delta", "choices": {"text": ["one two three", "four five six"]}, "n": 5}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
