@@ -64,9 +64,7 @@ def run(*arguments: str) -> int:
 
 @pytest.mark.parametrize("scheme", ["s3", "r2"])
 @pytest.mark.parametrize("page", [7, 1000])
-def test_every_key_is_listed_and_read_and_its_address_opens_it_again(
-    bucket: MemoryBucket, scheme: str, page: int
-) -> None:
+def test_every_key_is_listed_and_read_and_its_address_opens_it_again(bucket: MemoryBucket, scheme: str, page: int):
     names = [*PLAIN, *ODD, "a", "a/b", *(f"n{number}" for number in range(1100 if page == 1000 else 0))]
     bucket.page, bucket.objects = page, {f"in/{name}": row(name) for name in names}
     bucket.objects |= {"in/": b"", "in/sub/": b"", "in/a/": b"", "inside": row("another")}
@@ -80,7 +78,7 @@ def test_every_key_is_listed_and_read_and_its_address_opens_it_again(
         assert [again.size for again in find_urls(file.url)[1]] == [len(data)] or key in ("in/a", "in/slash/")
 
 
-def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_path: Path) -> None:
+def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_path: Path):
     names = [*PLAIN, *(name for name in ODD if not name.endswith("/")), "x/y"]
     bucket.objects = {f"in/{name}.jsonl": row(name) for name in names} | {"in/": b"", "in/x": b""}
     assert sorted(good_texts("s3://bucket/in")) == sorted(names)
@@ -104,14 +102,14 @@ def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_pat
 )  # fmt: skip
 def test_a_pattern_may_stand_for_any_part_and_a_key_of_that_name_comes_first(
     bucket: MemoryBucket, url: str, expected: list[str]
-) -> None:
+):
     bucket.objects = {f"{name}.jsonl": row(name) for name in ("d1/a", "d1/b", "d2/a", "d2/c", "d2/e/c", "d*/z")}
     assert [BucketAddress.parse(file.url).key[:-6] for file in find_urls(url)[1]] == expected
     assert sorted(BucketAddress.parse(path.url).key[:-6] for path in find_paths(url)) == expected
 
 
 @pytest.mark.parametrize("name", ["a b", "x#1?y=2", "%20", "n+1&c", "*[1]", "ü日本", "q?region=eu?region="])
-def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path: Path, name: str) -> None:
+def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path: Path, name: str):
     local = write_tokens(tmp_path / "d", [500] * 2)
     url = f"s3://bucket/out/{name}"
     key = BucketAddress.parse(url).key
@@ -123,7 +121,7 @@ def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("prefix", ["a//b", "./a", "a/../b", "a\tb"])
-def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket, tmp_path: Path, prefix: str) -> None:
+def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket, tmp_path: Path, prefix: str):
     write_tokens(tmp_path / "d", [500])
     for command in (("mirror", "d"), ("convert", "d", "--to", "forebay"), ("prepare", "d")):
         target = ["--out", f"s3://bucket/{prefix}"] if command[0] == "prepare" else [f"s3://bucket/{prefix}"]
@@ -131,7 +129,7 @@ def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket
     assert not bucket.objects
 
 
-def test_options_are_known_names_and_secrets_are_refused() -> None:
+def test_options_are_known_names_and_secrets_are_refused():
     address = BucketAddress.parse("S3://b/k?x?endpoint=http://h:9&region=auto")
     assert address == ("s3", "b", "k?x", (("endpoint", "http://h:9"), ("region", "auto")))
     assert BucketAddress.parse(str(address)) == address and address.location == "s3://b/k?x"
@@ -143,7 +141,7 @@ def test_options_are_known_names_and_secrets_are_refused() -> None:
 
 def test_shards_in_a_bucket(
     bucket: MemoryBucket, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Written from a local and a remote dataset, after a kill too; looked at, planned, and read by a validator."""
     local, settings = write_tokens(tmp_path / "d", [700] * 3), {"seq_len": 16, "shard_tokens": 530}
     mirror(open_remote(str(tmp_path / "d")), "s3://bucket/d")
@@ -207,7 +205,7 @@ P, KEYS = {"PROFILE": "p"}, {"ACCESS_KEY_ID": "KEY", "SECRET_ACCESS_KEY": "SECRE
 def test_credentials_come_from_profiles(
     bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str, credentials: str,
     variables: dict[str, str], error: str,
-) -> None:  # fmt: skip
+):  # fmt: skip
     for name in bucket.s3_environment:
         monkeypatch.delenv(name)
     values = {"URL": bucket.url, "KEY": ACCESS_KEY, "SECRET": SECRET_KEY}
@@ -233,7 +231,7 @@ def test_credentials_come_from_profiles(
 
 def test_a_public_bucket_is_read_without_credentials(
     bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))

@@ -92,12 +92,12 @@ CASES: list[tuple[Stage, Callable]] = [
 ]  # fmt: skip
 
 
-def test_every_table_of_a_recipe_is_here() -> None:
+def test_every_table_of_a_recipe_is_here():
     assert {stage.name.partition(".")[0] for stage, _ in CASES} == set(STAGES)
 
 
 @pytest.mark.parametrize("stage, _", CASES)
-def test_is_plain_data_and_adds_no_row(stage: Stage, _: Callable) -> None:
+def test_is_plain_data_and_adds_no_row(stage: Stage, _: Callable):
     assert pickle.loads(pickle.dumps(stage)) == stage and hash(stage) == hash(stage)
     assert dataclasses.is_dataclass(stage) and stage.version
     assert all(Path(file).is_file() for file in stage.files())
@@ -135,7 +135,7 @@ def texts(batch):
 
 @pytest.mark.parametrize("stage, holds", CASES)
 @given(rows=st.lists(st.tuples(TEXT, LANGUAGE), min_size=1, max_size=4), cut=st.integers(0, 4))
-def test_laws(stage: Stage, holds: Callable, rows: list[tuple[str, str | None]], cut: int) -> None:
+def test_laws(stage: Stage, holds: Callable, rows: list[tuple[str, str | None]], cut: int):
     batch = to_rows(rows)
     full, *parts = (stage.apply(part) for part in (batch, batch.slice(0, cut), batch.slice(cut)))
     full.batch.column("text").validate(full=True)

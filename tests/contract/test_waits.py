@@ -58,7 +58,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_wait_is_told_once_from_outside_of_the_tries(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     way: str, fault: str,
-) -> None:  # fmt: skip
+):  # fmt: skip
     clock = SimpleNamespace(skipped=0.0)
 
     def lines() -> list[str]:

@@ -19,5 +19,5 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_every_block_runs(name: str, corpora: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_runs(name: str, corpora: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run_page(name, corpora, tmp_path, monkeypatch)

@@ -49,7 +49,7 @@ def address(tmp_path: Path, members: dict[str, Identity]) -> Iterator[str]:
 
 def test_members_read_and_strangers_and_the_revoked_are_refused(
     tmp_path: Path, members: dict[str, Identity], address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     def status(name):
         code = main(f"status {address} --identity {tmp_path}/{name} --timeout 3600 --json".split())
         out, error = capsys.readouterr()

@@ -12,7 +12,7 @@ from support.ranks import GLOBAL_BATCH, SEED, SEQ_LEN, batches, run_all, write_d
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 
 
-def test_ranks_train_on_the_global_batches_and_where_one_fails_the_run_ends_and_resumes(tmp_path: Path) -> None:
+def test_ranks_train_on_the_global_batches_and_where_one_fails_the_run_ends_and_resumes(tmp_path: Path):
     data, saved = write_data(tmp_path / "data"), str(tmp_path / "saved.pt")
     full, failed, rest = run_all(
         tmp_path,

@@ -51,13 +51,13 @@ def store(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class TestBucket(StoreContract):
-    def test_other_bytes_of_an_object_are_refused(self, store: Store) -> None:
+    def test_other_bytes_of_an_object_are_refused(self, store: Store):
         """Two runs that differ must not mix; in a directory a lock keeps them apart."""
         store.write("x", b"1")
         with pytest.raises(DatasetError, match="another run writes here"), store.open("x") as file:
             file.write(b"2")
 
-    def test_scratch_is_of_this_user_alone(self, store: Store) -> None:
+    def test_scratch_is_of_this_user_alone(self, store: Store):
         with store.scratch() as folder:
             assert (folder.parents[1].stat().st_mode & 0o77) == 0
         assert not folder.exists()
@@ -73,7 +73,7 @@ with open_store(sys.argv[1]).open("x") as file:
 """
 
 
-def test_a_killed_writer_leaves_no_object(store: Store) -> None:
+def test_a_killed_writer_leaves_no_object(store: Store):
     assert isinstance(store, BucketStore)
     died = subprocess.run([sys.executable, "-c", _KILLED, store.address], check=False)
     assert died.returncode == -signal.SIGKILL
@@ -81,7 +81,7 @@ def test_a_killed_writer_leaves_no_object(store: Store) -> None:
     assert store.sizes() == {}
 
 
-def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     store = BucketStore(f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}")
     with store.locked(shared=True):
         monkeypatch.setattr(server.faults, "overwrites", True)
@@ -90,7 +90,7 @@ def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pyte
     assert store.sizes() == {}
 
 
-def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     store = BucketStore(f"s3://bucket/{tmp_path.name}")
     for fault in ("busy", "drop", "truncate"):
@@ -104,7 +104,7 @@ def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pyte
     assert len(store.sizes()) == 18
 
 
-def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch: pytest.MonkeyPatch):
     absent = open_store("s3://absent/x")
     for call in (lambda: absent.write("y", b""), lambda: absent.read("y"), lambda: absent.create("y", b"")):
         with pytest.raises(DatasetError, match="s3://absent: expected a bucket, got none of that name"):
@@ -114,7 +114,7 @@ def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch: 
         open_store("s3://bucket/x").write("y", b"")
 
 
-def test_a_dataset_is_prepared_there_read_and_mirrored_back(server: S3Server, tmp_path: Path) -> None:
+def test_a_dataset_is_prepared_there_read_and_mirrored_back(server: S3Server, tmp_path: Path):
     lines = [json.dumps({"text": f"document {number} " * (number % 9 + 1)}) for number in range(200)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     url = "s3://bucket/set"

@@ -6,7 +6,7 @@ import pkgutil
 import benchmarks
 
 
-def test_every_module_of_the_benchmarks_can_be_imported() -> None:
+def test_every_module_of_the_benchmarks_can_be_imported():
     failed = {}
     for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks."):
         try:

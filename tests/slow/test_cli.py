@@ -51,7 +51,7 @@ def dataset(corpus: Path) -> Path:
     return out
 
 
-def test_the_package_and_its_help_need_no_heavy_import() -> None:
+def test_the_package_and_its_help_need_no_heavy_import():
     for code, modules in (
         ("import forebay", "numpy pyarrow torch tokenizers libtorrent cryptography"),
         (
@@ -73,7 +73,7 @@ def test_the_package_and_its_help_need_no_heavy_import() -> None:
         ("worker --cache-b", "--cache-bytes"),
     ],
 )
-def test_the_shell_completes(typed: str, expected: str) -> None:
+def test_the_shell_completes(typed: str, expected: str):
     words = ["forebay", *typed.split()]
     script = completion(make_parser(), "bash") + (
         f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _forebay; printf "%s\\n" "${{COMPREPLY[@]}}"\n'
@@ -83,7 +83,7 @@ def test_the_shell_completes(typed: str, expected: str) -> None:
     assert completion(make_parser(), "zsh").startswith("autoload")
 
 
-def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path: Path):
     with small_disk(tmp_path / "small", 20_000) as small:
         arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
         assert_one_line(forebay(*arguments), "disk")
@@ -93,7 +93,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path,
 
 
 @pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "Destroyed(); time.sleep(600)"])
-def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str) -> None:
+def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str):
     """As from an impatient user, or on a machine that is slow to import. Python drops an interrupt in a destructor."""
     code = (
         "import sys, time, forebay.__main__\n"
@@ -109,7 +109,7 @@ def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str) -> None
     assert (done.returncode, done.stderr) == (130, "forebay: interrupted\n")
 
 
-def test_ctrl_c_after_the_result_is_no_failure(dataset: Path) -> None:
+def test_ctrl_c_after_the_result_is_no_failure(dataset: Path):
     for _ in range(4):
         command = [sys.executable, "-m", "forebay", "inspect", str(dataset), "--json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -119,7 +119,7 @@ def test_ctrl_c_after_the_result_is_no_failure(dataset: Path) -> None:
         assert (process.returncode, errors) in ((0, ""), (130, "forebay: interrupted\n"))
 
 
-def test_a_signal_that_interrupts_the_wait_for_it_ends_a_node() -> None:
+def test_a_signal_that_interrupts_the_wait_for_it_ends_a_node():
     """An event's own lock is taken for a moment in each wait: a handler that takes it would never return."""
     program = """
 import os, signal
@@ -133,7 +133,7 @@ print(stop.wait(30))
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_control_c_ends_a_worker_after_its_step() -> None:
+def test_control_c_ends_a_worker_after_its_step():
     command = [sys.executable, "-m", "forebay.worker", "--trainer", "count", "--num-steps", "100_000_000"]
     worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while "first batch" not in worker.stderr.readline():

@@ -16,13 +16,13 @@ CARDS = {"look_at_a_dataset": 6, "compare_filters": 2, "loss_spike": 3}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_no_outputs(path: Path) -> None:
+def test_a_notebook_has_no_outputs(path: Path):
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code_cells(path))
     assert "metadata" in json.loads(path.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_in_a_plain_interpreter(path: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_in_a_plain_interpreter(path: Path, tmp_path: Path):
     command = [sys.executable, "-m", "support.notebooks", path]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path,

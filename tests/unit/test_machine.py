@@ -32,7 +32,7 @@ GROUPS = [  # The groups of a process, and files of these; cores; bytes of memor
 @pytest.mark.parametrize("text, cores, memory", GROUPS)
 def test_limits_of_a_container_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int, memory: int
-) -> None:
+):
     groups, *files = text.split("|")
     for line in (f"../../../proc/self/cgroup:{groups}", *files):
         name, _, content = line.partition(":")
@@ -44,7 +44,7 @@ def test_limits_of_a_container_count(
     assert machine.memory_bytes(tmp_path) == (memory or machine.memory_bytes(tmp_path / "none"))
 
 
-def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def unknown(_):
         raise KeyError("uid not found")
 
@@ -90,7 +90,7 @@ def test_the_rank_is_that_of_the_launcher_that_started_the_process(
     variables: str,
     expected: tuple[int, int],
     local: int,
-) -> None:
+):
     for name in {pair.partition("=")[0] for row in RANKS for pair in row[0].split()}:
         monkeypatch.delenv(name, raising=False)
     for pair in variables.split():
@@ -118,7 +118,7 @@ def urls(tmp_path: Path) -> Iterator[dict[str, str | Path]]:
 
 
 @pytest.mark.parametrize("kind", ["local", "cached", "ram"])
-def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp_path: Path, kind: str) -> None:
+def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp_path: Path, kind: str):
     options = {
         "local": {},
         "cached": {"cache_dir": tmp_path / "cache"},
@@ -131,7 +131,7 @@ def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp
     assert max(open_files for _, open_files in counts) < before + 60
 
 
-def test_a_map_outlives_its_file_and_never_reaches_behind_it(tmp_path: Path) -> None:
+def test_a_map_outlives_its_file_and_never_reaches_behind_it(tmp_path: Path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(250)) * 40)
     with path.open("r+b") as file:

@@ -5,7 +5,7 @@ import pytest
 import forebay
 
 
-def test_the_names() -> None:
+def test_the_names():
     assert set(forebay.__all__) == {
         "CacheOptions", "DocumentSubset", "ForebayError", "Loader", "Mixture", "NetworkOptions", "OrderOptions",
         "RowBatch", "SampleOptions", "SharedShardedDatasetManager", "TextStream", "TokenBatch", "__version__",

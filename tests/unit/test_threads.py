@@ -21,9 +21,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     assert seen == []
 
 
-def test_a_body_that_raises_once_runs_again_and_metrics_say_so(
-    deaths: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_body_that_raises_once_runs_again_and_metrics_say_so(deaths: list[object], caplog: pytest.LogCaptureFixture):
     runs, done = [], threading.Event()
 
     def body():
@@ -44,7 +42,7 @@ def test_a_body_that_raises_once_runs_again_and_metrics_say_so(
         assert 'forebay_thread_failures_total{thread="test once"} 1.0' in answer.read().decode()
 
 
-def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() -> None:
+def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself():
     assert SupervisedThread(lambda: None, "test never").join(0.0)
     joined = []
     thread = SupervisedThread(lambda: joined.append(thread.join()), "test itself")

@@ -46,7 +46,7 @@ from support.wire import connect
 
 def test_addresses_of_one_member_keep_no_other_from_being_dialled(
     node: DataNode, dataset: Dataset, evil: Identity, honest: Identity
-) -> None:
+):
     """Ports that accept and say nothing, named one after another."""
     with contextlib.ExitStack() as stack:
         traps = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(40)]
@@ -66,7 +66,7 @@ def test_addresses_of_one_member_keep_no_other_from_being_dialled(
         assert dialled == 1
 
 
-def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: Path) -> None:
+def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: Path):
     now = 1000.0
     with (
         Client(issue(network_dir, "node")) as client,
@@ -85,7 +85,7 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: 
 
 def test_a_member_that_is_being_dialled_is_served_meanwhile(
     node: DataNode, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(reachability, "GRACE_S", 0.0)
     member = issue(network_dir, "member", "worker")
     with socket.create_server((HOST, 0)) as silent:
@@ -94,7 +94,7 @@ def test_a_member_that_is_being_dialled_is_served_meanwhile(
         assert len(swarm(node, member, message)[1]["assignments"]) == 2
 
 
-def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path) -> None:
+def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path):
     node, evil = issue(network_dir, "node", "data"), issue(network_dir, "evil").as_peer
     with (
         socket.create_server((HOST, 0)) as inner,
@@ -110,7 +110,7 @@ def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path)
             inner.accept()
 
 
-def test_names_that_nobody_has_are_not_kept(node: DataNode, evil: Identity) -> None:
+def test_names_that_nobody_has_are_not_kept(node: DataNode, evil: Identity):
     """Failures of invented members."""
     before = node.tracker.status()
     failed = [{"index": 0, "member": f"{i}{'x' * 290}", "wrong": i % 2 == 0} for i in range(1024)]
@@ -123,7 +123,7 @@ def test_names_that_nobody_has_are_not_kept(node: DataNode, evil: Identity) -> N
 
 
 @pytest.mark.parametrize("ranges", [",".join(str(i) for i in range(0, 300_000, 2)), "0," * 200_000 + "0"])
-def test_more_ranges_than_slices_are_refused_before_they_are_read(ranges: str, node: DataNode, evil: Identity) -> None:
+def test_more_ranges_than_slices_are_refused_before_they_are_read(ranges: str, node: DataNode, evil: Identity):
     """A message of ranges that costs more than its bytes."""
     for key in ("have", "want"):
         status, message = swarm(node, evil, {key: ranges})
@@ -132,7 +132,7 @@ def test_more_ranges_than_slices_are_refused_before_they_are_read(ranges: str, n
 
 def test_an_organisation_has_so_many_processes_in_a_swarm(
     node: DataNode, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Each costs a bit a slice; an organisation issues as many certificates as it likes."""
     monkeypatch.setattr(tracker, "_MAX_SESSIONS_PER_ORGANISATION", 3)
     org = organisation(network_dir, "acme")
@@ -143,13 +143,13 @@ def test_an_organisation_has_so_many_processes_in_a_swarm(
     assert swarm(node, issue(network_dir, "of-root"), {})[0] == 200
 
 
-def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir: Path) -> None:
+def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir: Path):
     """Megabytes of JSON from a member that may not work."""
     status, message = exchange(scheduler, issue(network_dir, "data", "data"), "x" * 1_000_000)
     assert (status, message["error"]) == (403, "not_worker")
 
 
-def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, evil: Identity) -> None:
+def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, evil: Identity):
     """64 datasets that no job has, each with millions of slices."""
     assert exchange(scheduler, evil, {"cached": {f"{i:064x}": "0-999999999" for i in range(64)}})[0] == 200
     (session,) = core(scheduler).sessions.all.values()
@@ -160,7 +160,7 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, e
 
 def test_sessions_of_a_certificate_are_bounded(
     scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(service, "MAX_SESSIONS_PER_PEER", 4)
     statuses = [exchange(scheduler, evil, {"session": f"s{i}"})[0] for i in range(6)]
     assert statuses == [200] * 4 + [429] * 2
@@ -169,7 +169,7 @@ def test_sessions_of_a_certificate_are_bounded(
 
 def test_what_an_organisation_says_it_has_is_bounded(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * NUM_SCHEDULED * 8)
     registered = core(scheduler).spec.dataset_id
     org, message = organisation(network_dir, "acme"), {"cached": {registered: f"0-{NUM_SCHEDULED - 1}"}}
@@ -181,7 +181,7 @@ def test_what_an_organisation_says_it_has_is_bounded(
     assert sum(session.cached_bytes for session in state.sessions.all.values()) == 3 * NUM_SCHEDULED * 8
 
 
-def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path) -> None:
+def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path):
     """Members that used nothing yet get half of the slices, however many they are."""
     org = organisation(network_dir, "acme")
     current = 0
@@ -201,7 +201,7 @@ def _use_of(lease, worker):
 
 def test_proofs_that_are_checked_at_once_count_each(
     scheduler: SchedulerService, honest: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Else a member with many sessions is checked at every lease for long, at the scheduler's cost."""
     together, checked = threading.Barrier(3), []
 
@@ -222,7 +222,7 @@ def test_proofs_that_are_checked_at_once_count_each(
 
 def test_checks_that_hang_hold_up_no_other_worker(
     scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
     started, gate = threading.Event(), threading.Event()
 
@@ -250,7 +250,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
 
 def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
     scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
     checked = []
     monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))
@@ -262,7 +262,7 @@ def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
     assert gaps[2] >= 0.15 and gaps[1] >= 0.07
 
 
-def test_seats_of_who_never_finished_a_step_are_forgotten() -> None:
+def test_seats_of_who_never_finished_a_step_are_forgotten():
     """Names that join and leave make no state that grows, nor ranks that no member has."""
     run = Run("a", "b")
     for number in range(20):
@@ -283,9 +283,7 @@ def test_seats_of_who_never_finished_a_step_are_forgotten() -> None:
     assert len(run.state.seats) == MAX_SEATS and "b" in run.state.seats
 
 
-def test_who_joins_and_leaves_without_end_has_to_wait(
-    coordinator: Coordinator, evil: Identity, honest: Identity
-) -> None:
+def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, evil: Identity, honest: Identity):
     """Each join stops all others at the end of a step."""
     statuses = []
     for _ in range(6):
@@ -296,7 +294,7 @@ def test_who_joins_and_leaves_without_end_has_to_wait(
     assert coordinator._state.seats == {}
 
 
-def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, evil: Identity) -> None:
+def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, evil: Identity):
     limits = coordinator._server._core.limits
     assert limits.requests_per_s <= 16 and limits.requests_per_peer <= 8
     assert post_as(coordinator, evil, "join")[0] == 200

@@ -21,9 +21,7 @@ from support.attacked import NUM_SHARED, core, exchange, leased, sharing, swarm,
 from support.attackers import HOST, issue, organisation
 
 
-def test_an_accused_member_is_named_to_all_but_its_accusers(
-    node: DataNode, dataset: Dataset, network_dir: Path
-) -> None:
+def test_an_accused_member_is_named_to_all_but_its_accusers(node: DataNode, dataset: Dataset, network_dir: Path):
     """Of whatever organisations they are; the node asks it for nothing."""
     accusers = [issue(network_dir, name, "worker", by=organisation(network_dir, name)) for name in ("b", "c")]
     honest, reader = issue(network_dir, "a", "worker"), issue(network_dir, "reader", "worker")
@@ -40,7 +38,7 @@ def test_an_accused_member_is_named_to_all_but_its_accusers(
         assert share.bytes_sent == 0
 
 
-def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytest.MonkeyPatch):
     """A check holds up those behind it: a peer that gives a little all the time counts as one that does not answer."""
     clock = SimpleNamespace(now=0.0)
 
@@ -57,7 +55,7 @@ def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytes
     assert clock.now < peer_source.STALL_S + 2.0
 
 
-def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, evil: Identity) -> None:
+def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, evil: Identity):
     """Each would be a row of the journal, and memory for as long as the job lasts."""
     (lease, *_) = leased(scheduler, evil, 1)
     invalid = [{"peer_id": f"absent{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
@@ -69,7 +67,7 @@ def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: Schedu
     assert [key[0] for key in core(scheduler).reports] == [node]
 
 
-def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
+def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while():
     """Otherwise three workers have the scheduler fetch slices for as long as they like."""
     core = SchedulerCore(JobSpec("j", "d", np.array([8, 8, 8, 8]), lease_s=10.0, stall_s=40.0), checks=True)
     for worker in "abc":

@@ -12,7 +12,7 @@ LIE = 2**61
 
 def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
     coordinator: Coordinator, evil: Identity, honest: Identity
-) -> None:
+):
     """Each keeps its connection: one that closes is a process that ended."""
     with connect(honest, coordinator.address) as first, connect(evil, coordinator.address) as second:
 
@@ -32,7 +32,7 @@ def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
         assert coordinator.status()["step"] == 3 and not coordinator.done
 
 
-def test_weights_beyond_what_counts_are_nobodys_source() -> None:
+def test_weights_beyond_what_counts_are_nobodys_source():
     run = Run("a", "b", "evil", min_workers=3)
     run.beat("ab", 5)
     run.ready("evil", LIE, broken=True)
@@ -43,7 +43,7 @@ def test_weights_beyond_what_counts_are_nobodys_source() -> None:
     assert max(action.stop for action in stepped) == 6  # the log has the step that one of two finished
 
 
-def test_a_joiner_takes_no_abandoned_run_to_a_step_that_nobody_reached() -> None:
+def test_a_joiner_takes_no_abandoned_run_to_a_step_that_nobody_reached():
     run = Run("a", "b", min_workers=1)
     run.ready("a", 0)
     run.beat("ab", 7)
@@ -56,7 +56,7 @@ def test_a_joiner_takes_no_abandoned_run_to_a_step_that_nobody_reached() -> None
     assert run.generation.start_step <= 7 and run.generation.start_sample <= 7 * 2 * 2
 
 
-def test_a_run_does_not_end_at_the_word_of_one_member() -> None:
+def test_a_run_does_not_end_at_the_word_of_one_member():
     run = Run("a", "b", "evil", min_workers=3)
     run.beat("ab", 5)
     run.send(Leave("evil", "evil/1", 1, LIE, finished=True))
@@ -69,7 +69,7 @@ def test_a_run_does_not_end_at_the_word_of_one_member() -> None:
     assert run.state.end == 9 and run.state.done
 
 
-def test_the_last_of_two_ends_the_run_though_the_other_died() -> None:
+def test_the_last_of_two_ends_the_run_though_the_other_died():
     run = Run("a", "b")
     run.beat("b", 8)
     run.send(Leave("a", "a/1", 1, 9, finished=True))
@@ -79,7 +79,7 @@ def test_the_last_of_two_ends_the_run_though_the_other_died() -> None:
     assert run.state.end == 9 and run.state.done
 
 
-def test_who_reports_that_generations_break_is_named_and_nobody_is_removed_for_it() -> None:
+def test_who_reports_that_generations_break_is_named_and_nobody_is_removed_for_it():
     """Either the report is a lie, or another member made it true: the coordinator cannot tell which."""
     run = Run("a", "b", "evil", min_workers=3)
     for number, first in enumerate(["evil", "a"] * 4):
@@ -92,7 +92,7 @@ def test_who_reports_that_generations_break_is_named_and_nobody_is_removed_for_i
     ]
 
 
-def test_a_member_of_one_certificate_alone_is_believed() -> None:
+def test_a_member_of_one_certificate_alone_is_believed():
     run = Run()
     for name in "ab":
         run.join(name, peer_id="one")
@@ -100,7 +100,7 @@ def test_a_member_of_one_certificate_alone_is_believed() -> None:
     assert run.state.reached == 4
 
 
-def test_keys_of_the_rendezvous_have_one_rank_that_sets_them() -> None:
+def test_keys_of_the_rendezvous_have_one_rank_that_sets_them():
     """As Gloo names them in PyTorch 2.2 and 2.13, and NCCL."""
     from forebay.worker.collective import CoordinatorStore
 
@@ -112,9 +112,7 @@ def test_keys_of_the_rendezvous_have_one_rank_that_sets_them() -> None:
     assert asked == [2] * 3 + [12] * 3 + [0] * 9
 
 
-def test_a_workers_name_is_not_another_members_to_take(
-    coordinator: Coordinator, evil: Identity, honest: Identity
-) -> None:
+def test_a_workers_name_is_not_another_members_to_take(coordinator: Coordinator, evil: Identity, honest: Identity):
     assert post_as(coordinator, honest, "join")[0] == 200
     status, message = post_as(coordinator, evil, "join", worker_id="honest")
     assert (status, message["error"]) == (409, "duplicate")

@@ -35,19 +35,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_every_page_of_the_index_is_built(site: Path) -> None:
+def test_every_page_of_the_index_is_built(site: Path):
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
     pages = re.findall(r"^- \[[^]]+\]\(([^)]+)\.md\)", index, re.MULTILINE)
     assert len(pages) > 50 and [page for page in pages if not (site / f"{page}.html").exists()] == []
 
 
-def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
+def test_nothing_is_loaded_from_other_hosts(site: Path):
     loaded = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(\w+:|//)|<link\b[^>]*\bhref=\"?(https?:|//)")
     assert [page.name for page in site.rglob("*.html") if loaded.search(page.read_text("utf-8"))] == []
     assert [page.name for page in site.rglob("*.css") if re.search(r"url\(\W?https?:", page.read_text("utf-8"))] == []
 
 
-def test_the_reference_has_what_the_code_has(site: Path) -> None:
+def test_the_reference_has_what_the_code_has(site: Path):
     commands = (site / "reference" / "cli.html").read_text("utf-8")
     for path, parser in walk(make_parser()):
         assert f'id="{"-".join(["forebay", *path])}"' in commands or not path, path
@@ -62,7 +62,7 @@ def test_the_reference_has_what_the_code_has(site: Path) -> None:
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_pages_are_readable_by_all(site: Path, theme: Theme) -> None:
+def test_pages_are_readable_by_all(site: Path, theme: Theme):
     pages = [
         "index",
         "reference/plugins",
@@ -82,7 +82,7 @@ def test_pages_are_readable_by_all(site: Path, theme: Theme) -> None:
             assert (page, browser.violations()) == (page, [])
 
 
-def test_the_search_works_without_a_server(site: Path) -> None:
+def test_the_search_works_without_a_server(site: Path):
     with open_browser() as browser:
         browser.open(site / "how-to" / "load.html")
         browser.page.click(".md-search__input")
@@ -92,7 +92,7 @@ def test_the_search_works_without_a_server(site: Path) -> None:
         assert "Deduplication" in " ".join(results.all_inner_texts())
 
 
-def test_figures_are_those_of_the_code(tmp_path: Path) -> None:
+def test_figures_are_those_of_the_code(tmp_path: Path):
     """The order's picture is drawn again; of a recording the commands differ in their times alone, so one is made."""
     drawn, recorded = tmp_path / "order.svg", tmp_path / "recording.svg"
     scripts, images = ROOT / "scripts", ROOT / "docs" / "images"

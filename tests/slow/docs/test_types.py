@@ -53,7 +53,7 @@ follow_imports = silent
 """
 
 
-def test_a_users_code_is_typed_strictly(tmp_path: Path) -> None:
+def test_a_users_code_is_typed_strictly(tmp_path: Path):
     (tmp_path / "typed.py").write_text(TYPED)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "mypy.ini").write_text(MYPY)

@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[OriginServer]:
         yield server
 
 
-def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: OriginServer, tmp_path: Path) -> None:
+def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: OriginServer, tmp_path: Path):
     """Each run fetches only what is missing, and a piece for each connection at most."""
     path, kills, chance = tmp_path / "out" / "big", 0, random.Random(1)
     server.faults.bytes_per_s = 5 * MIB
@@ -53,7 +53,7 @@ def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: Origi
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 2.0])
-def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path: Path, timeout_s: float) -> None:
+def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path: Path, timeout_s: float):
     """Silence at the first answer, and amid the bytes; what came is kept, and the download goes on from there."""
     path = tmp_path / "out" / "big"
     began = time.monotonic()

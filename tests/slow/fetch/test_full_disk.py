@@ -55,7 +55,7 @@ def post(address: str, path: str, **body: Any) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
-def test_the_coordinator_goes_on_once_there_is_space(disk: Path) -> None:
+def test_the_coordinator_goes_on_once_there_is_space(disk: Path):
     state_dir = disk / "state"
     with Coordinator(
         state_dir=state_dir, rules=Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=1.5)
@@ -79,7 +79,7 @@ def test_the_coordinator_goes_on_once_there_is_space(disk: Path) -> None:
 
 def test_no_standby_takes_the_state_while_the_disk_is_full(
     make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """It could not write either, and its end would leave no standby."""
     table, state, failed, real = LocalDiscovery(), tmp_path / "state", [], Journal._write
     full = threading.Event()

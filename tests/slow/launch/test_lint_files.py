@@ -30,16 +30,16 @@ def launched(directory: Path, kind: str, **settings: str) -> list[Path]:
     return write(directory, render(kind, settings, COMMAND))
 
 
-def test_the_dockerfile() -> None:
+def test_the_dockerfile():
     run("hadolint", ROOT / "Dockerfile")
 
 
-def test_compose_files(tmp_path: Path) -> None:
+def test_compose_files(tmp_path: Path):
     (file,) = launched(tmp_path, "compose", workers="12", build=".")
     run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", file, ROOT / "compose.yaml")
 
 
-def test_shell_scripts(tmp_path: Path) -> None:
+def test_shell_scripts(tmp_path: Path):
     files = [ROOT / "scripts" / "release.sh"]
     for kind in ("slurm", "kubernetes-network", "systemd"):
         files += [file for file in launched(tmp_path / kind, kind) if file.suffix in (".sh", ".sbatch")]
@@ -60,7 +60,7 @@ def test_shell_scripts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_manifests(tmp_path: Path, version: str) -> None:
+def test_manifests(tmp_path: Path, version: str):
     files = launched(tmp_path / "ranks", "kubernetes", name="yes", cpu="0.5", memory="10")
     files += launched(tmp_path / "torchrun", "kubernetes", ranks_per_pod="8", gpus="8")
     files += [file for file in launched(tmp_path / "network", "kubernetes-network", dataset="1e3", gpus="1")
@@ -74,7 +74,7 @@ def test_manifests(tmp_path: Path, version: str) -> None:
         )
 
 
-def test_a_kustomization_is_built(tmp_path: Path) -> None:
+def test_a_kustomization_is_built(tmp_path: Path):
     launched(tmp_path, "kubernetes-network", name="lab")
     for name in ("network.json", "root-cert.pem", "org-cert.pem", "org-key.pem"):
         (tmp_path / "issuer").mkdir(exist_ok=True)
@@ -93,13 +93,13 @@ def test_a_kustomization_is_built(tmp_path: Path) -> None:
     assert secrets["lab-workers-token"] == {"token"} and len(secrets["lab-issuer"]) == 4
 
 
-def test_units(tmp_path: Path) -> None:
+def test_units(tmp_path: Path):
     files = launched(tmp_path, "systemd", program=sys.executable, data="/srv/100% $x")
     output = run("systemd-analyze", "verify", "--man=no", *(file for file in files if file.suffix == ".service"))
     assert not [line for line in output.splitlines() if "forebay-" in line]
 
 
-def test_files_of_the_forge() -> None:
+def test_files_of_the_forge():
     directory = ROOT / ".github"
     workflows = sorted((directory / "workflows").glob("*.yml"))
     run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)

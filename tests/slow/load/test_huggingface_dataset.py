@@ -37,7 +37,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         yield server
 
 
-def test_a_few_batches(hub: HubServer) -> None:
+def test_a_few_batches(hub: HubServer):
     dataset = create_huggingface_dataset(
         dataset_name="tiny_shakespeare", rank=0, world_size=1, num_batches=5, batch_size=4, seq_len=128
     )
@@ -49,7 +49,7 @@ def test_a_few_batches(hub: HubServer) -> None:
         assert inputs.shape == (1, seq_len) and (inputs[:, 1:] == labels[:, :-1]).all()
 
 
-def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     command = ["--dataset-name", "tiny_shakespeare", "--num-steps", "10", "--trainer", "count", "--json"]
@@ -62,7 +62,7 @@ def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         create_huggingface_dataset("shakespeare")
 
 
-def test_a_loading_script_is_not_run_and_its_copy_is_named(hub: HubServer) -> None:
+def test_a_loading_script_is_not_run_and_its_copy_is_named(hub: HubServer):
     with pytest.raises(PrepareError, match=r"got a loading script .scripted[.]py.") as reported:
         create_huggingface_dataset("example/scripted", tokenizer_name="bytes")
     assert "example/scripted@refs%2Fconvert%2Fparquet" in str(reported.value)

@@ -35,9 +35,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         pytest.param(10e6, 0.004, 2, id="the second epoch is in the cache"),
     ],
 )
-def test_a_run_takes_what_its_plan_says(
-    dataset: Dataset, tmp_path: Path, rate: float, step_s: float, epochs: int
-) -> None:
+def test_a_run_takes_what_its_plan_says(dataset: Dataset, tmp_path: Path, rate: float, step_s: float, epochs: int):
     """Within 20 %, on a machine whose processors are not what limits the run: a busy one runs it more slowly.
 
     A step counts as long as it really took.

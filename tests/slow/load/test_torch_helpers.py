@@ -27,7 +27,7 @@ def num_descriptors() -> int:
     return sum(link.startswith(("socket:", "/memfd:forebay")) for link in links)
 
 
-def test_helpers_stay_over_epochs_and_end_with_the_loader(data: Path) -> None:
+def test_helpers_stay_over_epochs_and_end_with_the_loader(data: Path):
     local = Loader(data, seq_len=SEQ_LEN, batch_size=7, epochs=3)
     expected, before = list_ids(local), num_descriptors()
     with Loader(data, seq_len=SEQ_LEN, batch_size=7) as loader:
@@ -41,7 +41,7 @@ def test_helpers_stay_over_epochs_and_end_with_the_loader(data: Path) -> None:
     assert num_descriptors() == before
 
 
-def test_a_script_without_a_main_guard_may_use_helpers(data: Path, tmp_path: Path) -> None:
+def test_a_script_without_a_main_guard_may_use_helpers(data: Path, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, forebay\n"
@@ -52,7 +52,7 @@ def test_a_script_without_a_main_guard_may_use_helpers(data: Path, tmp_path: Pat
     assert (done.returncode, done.stdout) == (0, "100\n"), done.stderr
 
 
-def test_a_helper_that_is_killed_is_named(data: Path) -> None:
+def test_a_helper_that_is_killed_is_named(data: Path):
     with Loader(data, seq_len=SEQ_LEN, batch_size=4, epochs=None) as loader:
         batches = iter(loader.to_torch(num_workers=2, prefetch=0))
         next(batches)

@@ -24,7 +24,7 @@ from support.waiting import until
 NEVER = ("--timeout", 12)
 
 
-def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Start) -> None:
+def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Start):
     make_dataset(tmp_path / "d", 2, 20)
     port = free_port()
     node = make_network(tmp_path, ["node"], [(HOST, port)])["node"]
@@ -36,7 +36,7 @@ def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Sta
         assert f"No bootstrap node answered ({refused}); the DHT cannot be queried." in process.errors
 
 
-def test_one_bootstrap_node_that_answers_is_enough(stack: ExitStack) -> None:
+def test_one_bootstrap_node_that_answers_is_enough(stack: ExitStack):
     bootstrap = Bootstrap(1)
     stack.callback(bootstrap.close)
     others = [(HOST, free_port()), ("no-such-host.invalid", 1)]
@@ -45,7 +45,7 @@ def test_one_bootstrap_node_that_answers_is_enough(stack: ExitStack) -> None:
         wait_for_bootstrap(others, 0.5)
 
 
-def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, stack: ExitStack, start: Start) -> None:
+def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, stack: ExitStack, start: Start):
     network = Network(tmp_path, stack, dht_nodes=2)
     silent = stack.enter_context(socket.create_server((HOST, 0)))  # accepts, and sends nothing
     address = f"{HOST}:{silent.getsockname()[1]}"
@@ -64,7 +64,7 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
 
 def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of_its_end(
     tmp_path: Path, stack: ExitStack, start: Start
-) -> None:
+):
     """One of three workers may have all the leases while the others wait; none trains before all have come."""
     workers = ["w0", "w1", "w2"]
     network = Network(tmp_path, stack, *workers, dht_nodes=2)
@@ -104,9 +104,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of
     assert start(*words, "--exit-when-done").wait() == 1
 
 
-def test_a_bad_access_list_stops_a_data_node_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_access_list_stops_a_data_node_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     make_dataset(tmp_path / "d", 2, 20)
     path = tmp_path / "access.toml"
     path.write_text("[[dataset]\n")
@@ -118,7 +116,7 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(
 
 def test_status_of_nodes_of_every_kind(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """Exit 0 while a node takes requests, else 1; also by the environment, as probes do."""
     network, port = Network(tmp_path, stack, "w0", "w1"), free_port()
     with contextlib.closing(LibtorrentDht(HOST, port, [])):

@@ -85,7 +85,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         yield network, service, page
 
 
-def test_the_view_has_workers_waits_coverage_nodes_and_events(job: Job) -> None:
+def test_the_view_has_workers_waits_coverage_nodes_and_events(job: Job):
     page = job[2]
 
     def is_whole(view):
@@ -114,7 +114,7 @@ def test_the_view_has_workers_waits_coverage_nodes_and_events(job: Job) -> None:
 
 def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
     job: Job,
-) -> None:
+):
     url = job[2].url
     status, headers, body = get(url)
     assert status == 200 and headers["content-type"].startswith("text/html")
@@ -141,7 +141,7 @@ def check_page(browser: Browser, url: str, name: str, selector: str, act: Callab
                 browser.screenshot(Path(folder) / f"{name}-{size}-{theme}.png")
 
 
-def test_the_page_in_a_browser(job: Job) -> None:
+def test_the_page_in_a_browser(job: Job):
     url, parts = job[2].url, (*WORKERS, "silent", "Where the workers' time goes", "Data nodes", "joined")
     with open_browser() as browser:
         check_page(browser, url, "dashboard", "#table-workers tbody tr", lambda: parts)
@@ -153,9 +153,7 @@ def test_the_page_in_a_browser(job: Job) -> None:
         assert browser.page.locator("#table-workers th[aria-sort=ascending]").inner_text() == "rate"
 
 
-def test_texts_of_members_stay_text_and_long_tables_have_pages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_texts_of_members_stay_text_and_long_tables_have_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     hostile = "<img src=x onerror=document.title='owned'>\x1b[31m"
     view = {"version": 1, "kind": "job", "title": hostile, "state": hostile, "at": 1.0, "message": hostile}
     view["workers"] = [{"name": name, "state": "idle"} for name in (hostile, *(f"worker-{i}" for i in range(799)))]
@@ -176,7 +174,7 @@ def test_texts_of_members_stay_text_and_long_tables_have_pages(
         assert browser.page.inner_text("#table-workers output") == "1 to 11 of 11"
 
 
-def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack):
     """While it runs, and afterwards: stages, rules, reasons, samples of what is dropped."""
     words = [
         a + b + c for a in "bcdfglmnprst" for b in ("an", "el", "or", "ist") for c in ("", "ing", "ed", "er", "ly")
@@ -227,7 +225,7 @@ def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack) -> None:
 def test_a_slow_network_or_scheduler_is_named(
     cause: str, gather_s: float, limits: ServerLimits | None, slices: int, tokens: int, seq_len: int,
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """One worker, which only counts, waits most of its time; a start that took long may be named before."""
     monkeypatch.setattr(scheduler_server, "GATHER_S", gather_s)
     network = Network(tmp_path, stack, "worker")
@@ -246,7 +244,7 @@ def test_a_slow_network_or_scheduler_is_named(
     assert cause in wait_for(source(network, service).poll, is_named)["advice"]
 
 
-def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = documents.TextEncoder.encode
 
     def encode(self, texts, counts):

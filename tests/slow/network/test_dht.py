@@ -56,7 +56,7 @@ def until_found(node: LibtorrentDht, *ports: int) -> None:
     until(lambda: set(node.find(KEY, 2.0)) == {(HOST, port) for port in ports})
 
 
-def test_many_providers_of_one_name_are_found_from_everywhere(nodes: list[LibtorrentDht]) -> None:
+def test_many_providers_of_one_name_are_found_from_everywhere(nodes: list[LibtorrentDht]):
     for index in (1, 2, 3):
         nodes[index].announce(KEY, 7000 + index)
     for node in nodes:
@@ -66,7 +66,7 @@ def test_many_providers_of_one_name_are_found_from_everywhere(nodes: list[Libtor
     assert len(keys) == 4 and {len(key) for key in keys} == {20}
 
 
-def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht]) -> None:
+def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht]):
     def is_joined():
         for node in nodes:
             node.find(KEY, 0.2)
@@ -80,14 +80,14 @@ def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht
     until_found(nodes[5], 7001)
 
 
-def test_a_port_in_use_is_said() -> None:
+def test_a_port_in_use_is_said():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as current:
         current.bind((HOST, 0))
         with pytest.raises(NetworkError, match="cannot listen"):
             LibtorrentDht(HOST, current.getsockname()[1])
 
 
-def test_a_name_is_found_by_fifty_nodes(start: Start) -> None:
+def test_a_name_is_found_by_fifty_nodes(start: Start):
     first = start()
     nodes = [first, *(start(first) for _ in range(CROWD - 1))]
     nodes[7].announce(KEY, 7001)
@@ -100,7 +100,7 @@ def test_a_name_is_found_by_fifty_nodes(start: Start) -> None:
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
 def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
     late_s: float, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Also where a busy machine hears of all but the first address after the announcement."""
     real = LibtorrentDht._handle
 
@@ -122,7 +122,7 @@ def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
 
 def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
     tmp_path: Path, make_identity: Make, start: Start
-) -> None:
+):
     dataset, ttl_s = make_dataset(tmp_path / "dataset", 2, 50), scaled(0.6)
     first, seeker = start(), make_identity("seeker")
     other = start(first)
@@ -167,7 +167,7 @@ def forge(node: LibtorrentDht, key: bytes, ports: range, host: str = HOST) -> No
 
 def test_forged_announcements_delay_a_search_by_a_bounded_time(
     tmp_path: Path, nodes: list[LibtorrentDht], make_identity: Make
-) -> None:
+):
     dataset, seeker = make_dataset(tmp_path / "dataset", 2, 50), make_identity("seeker")
     key = record_key(seeker.network_id, "dataset", NAME)
     with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
 
 def test_forged_announcements_keep_no_revocation_from_a_node(
     tmp_path: Path, nodes: list[LibtorrentDht], make_identity: Make, network_dir: Path
-) -> None:
+):
     """Two data nodes without a dataset or a peer in common, and a crowd under the key by which they find each other."""
     members = [make_identity(name) for name in ("first", "second", "thief")]
     first, second, thief = members
@@ -208,7 +208,7 @@ def test_forged_announcements_keep_no_revocation_from_a_node(
         until(lambda: first.revocations.reason(thief.peer_id) is not None)
 
 
-def test_many_addresses_of_which_none_accepts_are_no_answer() -> None:
+def test_many_addresses_of_which_none_accepts_are_no_answer():
     with socket.socket() as taken:
         taken.bind((HOST, 0))  # bound and not listening: connections are refused
         addresses = [(f"127.0.0.{i}", taken.getsockname()[1]) for i in range(1, 60)]

@@ -60,7 +60,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lie", sorted(LIES))
 def test_a_leased_slice_comes_from_the_honest_one(
     lie: str, dataset: Dataset, make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """The liar is asked first, as another worker; it is left for what it did, and the origin gives the slice."""
     stall_s = scaled(STALL_S)
     monkeypatch.setattr(fetching, "_STALL_S", stall_s if lie in WAITED_FOR else 60.0)
@@ -98,7 +98,7 @@ def announced(stack: ExitStack, table: LocalDiscovery, identity: Identity, *args
 
 
 @pytest.mark.usefixtures("patient")
-def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity: Make) -> None:
+def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity: Make):
     """They decide which samples a packed job has: a scheduler reads them before the first lease."""
     table, reader = LocalDiscovery(), make_identity("reader")
     peers = sorted((make_identity(f"peer-{i}") for i in range(3)), key=lambda peer: peer.peer_id)
@@ -132,7 +132,7 @@ CLAIMS = {
 @pytest.mark.parametrize("lie", ["silent", "huge", "garbage", "wrong_range", "redirect", "hang_up", *CLAIMS])
 def test_a_search_hears_the_honest_one_only(
     lie: str, dataset: Dataset, make_identity: Make, request: pytest.FixtureRequest
-) -> None:
+):
     if lie != "silent":
         request.getfixturevalue("patient")
     table, reader, identity = LocalDiscovery(), make_identity("reader"), make_identity("liar")
@@ -146,7 +146,7 @@ def test_a_search_hears_the_honest_one_only(
         until(lambda: len(liar.requests) == 1)  # The search waits for a silent one for 1.5 s only.
 
 
-def test_a_slice_named_by_a_path_is_no_slice(tmp_path: Path) -> None:
+def test_a_slice_named_by_a_path_is_no_slice(tmp_path: Path):
     cache = ChunkCache(tmp_path / "cache", 1 << 20)
     for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
         with pytest.raises(UsageError, match="sha256"):

@@ -159,12 +159,12 @@ def consume(loader: Any, stop: threading.Event) -> None:
                 break
 
 
-def test_promtool_finds_nothing_to_improve(processes: Processes) -> None:
+def test_promtool_finds_nothing_to_improve(processes: Processes):
     for kind, text in processes.expositions().items():
         assert prometheus.lint(text) == "", kind
 
 
-def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Processes) -> None:
+def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Processes):
     (processes.directory / "forebay-rules.yml").write_text(yaml_blocks()["forebay-rules.yml"])
     with prometheus.running(processes.config(), processes.directory) as server:
         # A scrape that takes longer than a second fails, and its values are missing until the next.
@@ -192,7 +192,7 @@ def panels() -> dict[str, list[str]]:
     }
 
 
-def test_grafana_reads_its_dashboard() -> None:
+def test_grafana_reads_its_dashboard():
     """Nothing of the file is lost when Grafana's own model of dashboards reads and writes it."""
     model = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="pip install grafana-foundation-sdk")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -233,7 +233,7 @@ def exposed(processes: Processes) -> dict[str, tuple[str, tuple[str, ...], str]]
     return result
 
 
-def test_the_page_lists_every_metric(processes: Processes) -> None:
+def test_the_page_lists_every_metric(processes: Processes):
     """In both directions, with types, labels and descriptions; those of the table also where this job has none."""
     real, listed = exposed(processes), documented()
     lines = [f"|`{n}`|{k}|{', '.join(f'`{x}`' for x in ls)}|{a}|" for n, (k, ls, a) in sorted(real.items())]

@@ -24,7 +24,7 @@ SEQ_LEN, SAMPLES = 8, 25
 LEASE_S = 15.0
 
 
-def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: ExitStack, start: Start) -> None:
+def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: ExitStack, start: Start):
     """The first one stood still before, for longer than a lease: it takes none back for it."""
     network = Network(tmp_path, stack, "worker", dht_nodes=2)
     network.serve(make_dataset(tmp_path / "dataset", 6, 40))
@@ -62,7 +62,7 @@ def use_all(worker: ExchangeClient, leases: list[dict]) -> None:
 
 def test_a_job_is_steered_by_administrators_and_used_once(
     tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     network = Network(tmp_path, stack, "admin")
     scope = Scope(frozenset({"worker"}))
     network.homes["worker"] = join(tmp_path / "network", tmp_path / "worker", "worker", scope=scope).node_dir
@@ -89,7 +89,7 @@ def test_a_job_is_steered_by_administrators_and_used_once(
 @pytest.mark.usefixtures("changes_at_once")
 def test_a_slice_set_aside_and_a_restart_with_no_data_node(
     tmp_path: Path, stack: ExitStack, start: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """The scheduler reads a slice on which workers fail itself: what they say of a good one sets nothing aside."""
     network = Network(tmp_path, stack, "one", "two", "three", "four", "worker", dht_nodes=1)
     node = network.serve(make_dataset(tmp_path / "dataset", 4, 40))

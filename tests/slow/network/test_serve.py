@@ -34,7 +34,7 @@ def node(dataset: Dataset, table: LocalDiscovery, make_identity: Make) -> Iterat
 
 def test_names_that_are_not_served_and_paths_that_climb(
     node: DataNode, client: Client, dataset: Dataset, tmp_path: Path
-) -> None:
+):
     (tmp_path / "tiny" / "secret.txt").write_text("secret")
     files, injected = f"/v1/datasets/{dataset.id}", "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
     climbing = ["..", "%2e%2e", "..%2f..%2f", "%00", "/etc/passwd", "....//", "x" * 5000, injected]
@@ -66,7 +66,7 @@ def test_names_that_are_not_served_and_paths_that_climb(
     assert client.request_json(node.address, "GET", "/v1/status")[0]["datasets"][0]["id"] == dataset.id
 
 
-def test_a_lost_or_changed_file_is_not_handed_out(node: DataNode, client: Client, dataset: Dataset) -> None:
+def test_a_lost_or_changed_file_is_not_handed_out(node: DataNode, client: Client, dataset: Dataset):
     path = dataset.slice_path(1)
     with path.open("r+b") as file:  # As many bytes as before, and others.
         file.seek(-2, 2)
@@ -80,7 +80,7 @@ def test_a_lost_or_changed_file_is_not_handed_out(node: DataNode, client: Client
 
 def test_stop_finishes_the_download_in_flight(
     tmp_path: Path, make_identity: Make, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     big = make_dataset(tmp_path / "big", 2, 32_000_000)  # 64 MB: more than the sockets' buffers hold
     row, node = big.table.row(0), DataNode(make_identity("data"), [big], HOST, 0, None)
     node.start()
@@ -110,7 +110,7 @@ def test_stop_finishes_the_download_in_flight(
     assert drained == [True] and into == big.slice_path(0).read_bytes()
 
 
-def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make) -> None:
+def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make):
     class Counting(LocalDiscovery):
         calls, away = 0, False
 
@@ -132,7 +132,7 @@ def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make) -> N
     assert not node._announcer.is_alive and table.calls == calls
 
 
-def test_a_node_of_many_datasets_is_found_by_each_name(make_identity: Make, tmp_path: Path) -> None:
+def test_a_node_of_many_datasets_is_found_by_each_name(make_identity: Make, tmp_path: Path):
     """All its claims together are larger than what a reader takes in one answer."""
     datasets = []
     for i in range(200):

@@ -26,7 +26,7 @@ def server(make_identity: Make) -> Iterator[Server]:
         yield server
 
 
-def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Client) -> None:
+def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Client):
     """It would take connections in that no process answers, once the parent is gone."""
     client.request_json(server.address, "GET", "/")
     mine, its = socket.socketpair()
@@ -49,7 +49,7 @@ def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Cl
 
 def test_no_free_descriptors_for_a_moment(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     # Who cannot read its revocation lists trusts nobody: here nobody looks at them amid the test.
     monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 3600.0)
     client.request_json(server.address, "GET", "/")
@@ -73,7 +73,7 @@ def test_no_free_descriptors_for_a_moment(
         assert read_answers(tls)[0].status == 200
 
 
-def test_a_fork_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch):
     """Log lines of waits: the child has a thread of its own, and the parent's waits are not its."""
     for name in ("FIRST_S", "EVERY_S"):
         monkeypatch.setattr(f"forebay.storage.retry.{name}", 0.1)

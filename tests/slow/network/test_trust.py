@@ -58,7 +58,7 @@ def audit_events(path: Path) -> list[dict]:
 
 def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
     dataset: Dataset, table: LocalDiscovery, client: Client, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     for identity in (issue(network_dir, "worker", "worker"), issue(network_dir, "other", "data", datasets=("books",))):
         with monkeypatch.context() as patch:  # one whose program is changed claims all the same
             patch.setattr(Identity, "check_role", lambda *_: None)
@@ -72,7 +72,7 @@ def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
 def test_a_scheduler_must_be_certified_as_one(
     node: DataNode, table: LocalDiscovery, make_identity: Make, network_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A member without the role is in the DHT under the job's name: no worker believes it."""
     worker = make_identity("worker")
 
@@ -97,9 +97,7 @@ def test_a_scheduler_must_be_certified_as_one(
         assert "does not cover" in ask(outsider, service.address, "POST", "/v2/exchange", {"want": 1})[1]["message"]
 
 
-def test_access_lists_and_quotas_at_the_door(
-    dataset: Dataset, make_identity: Make, client: Client, tmp_path: Path
-) -> None:
+def test_access_lists_and_quotas_at_the_door(dataset: Dataset, make_identity: Make, client: Client, tmp_path: Path):
     row, rules = dataset.table.row(0), tmp_path / "access.toml"
     rules.write_text(f'[[dataset]]\nname = "{NAME}"\nbytes_per_day = {row.bytes + 10}\n')
     identity, path = make_identity("data"), f"/v1/slices/{row.sha256}"
@@ -125,7 +123,7 @@ def test_access_lists_and_quotas_at_the_door(
 
 def test_a_revocation_spreads_and_cuts_live_connections(
     node: DataNode, table: LocalDiscovery, make_identity: Make, network_dir: Path, client: Client, tmp_path: Path
-) -> None:
+):
     """Sent to one node by an admin, fetched by another, in force at both without a restart."""
     other, thief = make_identity("data-2"), make_identity("thief")
     with DataNode(other, [], HOST, 0, table) as second:
@@ -158,7 +156,7 @@ def post_crl(member: Identity, address: str, pem: bytes) -> Any:
 
 def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
     node: DataNode, client: Client, network_dir: Path, make_identity: Make
-) -> None:
+):
     """Each organisation signs the largest CRL there is; the root's still reaches a node, and others fetch all."""
     thief, other = make_identity("thief"), make_identity("other")
     for name in ("one", "two"):
@@ -173,7 +171,7 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: pytest.MonkeyPatch):
     """Large CRLs, sent again and again, or a new one each second."""
     org, server, evil = organisation(network_dir, "acme"), issue(network_dir, "server"), issue(network_dir, "evil")
     crls = [sign_crl(read_issuer(org), range(1, 2000), number) for number in (1, 2)]
@@ -194,7 +192,7 @@ def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: py
 
 def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
     node: DataNode, dataset: Dataset, table: LocalDiscovery, make_identity: Make, tmp_path: Path
-) -> None:
+):
     """Another data node announces its own dataset under the name: only what the publisher signed counts."""
     anne, scheduler = make_identity("anne"), make_identity("scheduler")
     settings = {"seq_len": 8, "publishers": [anne.peer_id]}
@@ -217,7 +215,7 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
             service.stop()
 
 
-def test_an_observer_sees_no_name_and_no_bytes(node: DataNode, dataset: Dataset, client: Client) -> None:
+def test_an_observer_sees_no_name_and_no_bytes(node: DataNode, dataset: Dataset, client: Client):
     """Everything passes through a wire that keeps a copy; certificates and names of members are encrypted, too."""
     seen = bytearray()
     listener = socket.create_server((HOST, 0))
@@ -251,7 +249,7 @@ def test_an_observer_sees_no_name_and_no_bytes(node: DataNode, dataset: Dataset,
     assert [secret for secret in secrets if secret in seen] == []
 
 
-def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_dir: Path, tmp_path: Path) -> None:
+def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_dir: Path, tmp_path: Path):
     """kill -9 right after a join; the same token is refused by the next life."""
     address, program = f"{HOST}:{free_port()}", [sys.executable, "-m", "forebay", "network"]
     environment = os.environ | {"FOREBAY_AUDIT_LOG": str(tmp_path / "admit.log")}

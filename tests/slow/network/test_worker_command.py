@@ -62,7 +62,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Network, work: Start) -> None:
+def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Network, work: Start):
     """A program that closes its loader may leave without the interpreter's end."""
     service = network.schedule(seq_len=SEQ_LEN, packing="best_fit", lease_s=600.0)
     lines, report, _ = finish(work(service, f"{READ_ALL}loader.close()\nos._exit(0)"))
@@ -75,7 +75,7 @@ def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Netwo
     assert report["done"] == 1 and report["wasted_samples"] == 0 and 0 <= report["wait_share"] <= 1
 
 
-def test_arguments_of_the_program_come_before_those_of_the_worker(network: Network, work: Start) -> None:
+def test_arguments_of_the_program_come_before_those_of_the_worker(network: Network, work: Start):
     service = network.schedule(seq_len=SEQ_LEN)
     program = f"""
 import json, forebay
@@ -93,7 +93,7 @@ with forebay.Loader({str(network.directory / "dataset")!r}, seq_len=16, batch_si
     assert (report["loaders"], report["samples"]) == (1, 3)
 
 
-def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, work: Start, tmp_path: Path) -> None:
+def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, work: Start, tmp_path: Path):
     """As torchrun starts them: RANK and WORLD_SIZE are in their environment."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     # None begins before the other can: else a late one finds nothing left.
@@ -116,7 +116,7 @@ sys.exit(sum(rank.wait() for rank in ranks))
     network.assert_used_once(SAMPLES)
 
 
-def test_the_status_of_a_command_is_the_workers(network: Network, work: Start) -> None:
+def test_the_status_of_a_command_is_the_workers(network: Network, work: Start):
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     failing = "import sys, forebay\nfor batch in forebay.Loader():\n    sys.exit(7)\n"
     _, report, errors = finish(work(service, failing), 7)
@@ -127,7 +127,7 @@ def test_the_status_of_a_command_is_the_workers(network: Network, work: Start) -
     assert lines[0]["step"] == 1 and lines[0]["loss"] > 0, "without a command, batches are counted"
 
 
-def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, work: Start) -> None:
+def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, work: Start):
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0, epochs=100_000)
     process = work(service)
     until(lambda: service.status()["samples_used"] > 400)
@@ -139,9 +139,7 @@ def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, wor
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_the_whole_process_group(
-    network: Network, work: Start, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signals_reach_the_whole_process_group(network: Network, work: Start, tmp_path: Path, number: signal.Signals):
     """The command's own child, too; leases return at once though nothing was closed."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     program = f"""
@@ -161,7 +159,7 @@ child = subprocess.Popen([sys.executable, "-c", marks])
     assert service.status()["slices_leased"] == 0
 
 
-def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Start) -> None:
+def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Start):
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     killed, orphan = (work(service, READ_ALL, name, PAUSE_S="0.2") for name in ("a", "b"))
     pids = [process.ready()["pid"] for process in (killed, orphan)]
@@ -176,7 +174,7 @@ def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Start) -
     network.assert_used_once(SAMPLES)
 
 
-def test_a_command_that_cannot_run_is_named(network: Network, start: Start) -> None:
+def test_a_command_that_cannot_run_is_named(network: Network, start: Start):
     words = f"worker --scheduler {network.schedule(seq_len=SEQ_LEN).address} --identity {network.homes['a']}".split()
     for command, expected in (
         (["--", "no-such-program"], "worker: cannot run no-such-program: No such file or directory"),

@@ -27,7 +27,7 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
     return result
 
 
-def test_the_gpt_of_the_example_learns() -> None:
+def test_the_gpt_of_the_example_learns():
     """In pieces of a batch, too: the loss is that of the whole, and so is its gradient."""
     pytest.importorskip("torch")
     make = trainer_class(GPT)
@@ -39,7 +39,7 @@ def test_the_gpt_of_the_example_learns() -> None:
     assert result[-1] < result[0] / 2
 
 
-def test_the_gpt_trains_on_text(tmp_path: Path) -> None:
+def test_the_gpt_trains_on_text(tmp_path: Path):
     pytest.importorskip("torch")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"the {i}th line of the text"}) + "\n" for i in range(400)))
@@ -63,7 +63,7 @@ def test_the_gpt_trains_on_text(tmp_path: Path) -> None:
 )
 def test_workers_of_one_machine_do_not_spin_for_each_other(
     environment: dict[str, str], expected: list[str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     pytest.importorskip("torch")
     code = f"""if True:
         import json, os
@@ -79,7 +79,7 @@ def test_workers_of_one_machine_do_not_spin_for_each_other(
     assert variables == expected and (expected[1] is None or threads == int(expected[1]))
 
 
-def test_listing_costs_no_framework() -> None:
+def test_listing_costs_no_framework():
     code = (
         "import sys, forebay.worker as w; w.list_available_datasets(); w.WorkerConfig(dataset_name='pile')\n"
         "assert not {'torch', 'datasets', 'transformers', 'pyarrow'} & set(sys.modules)"

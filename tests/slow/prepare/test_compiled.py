@@ -40,7 +40,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "lib"
 
 
-def test_the_directory_is_that_of_the_sources(tmp_path: Path, package: Path) -> None:
+def test_the_directory_is_that_of_the_sources(tmp_path: Path, package: Path):
     """numba itself does not see that a function which another file inlines has changed."""
     first = run(PROGRAM, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere")
     assert first.startswith(f"True False {tmp_path}/cache/forebay/kernels-")
@@ -54,7 +54,7 @@ def test_the_directory_is_that_of_the_sources(tmp_path: Path, package: Path) -> 
     assert second.startswith("True True ") and second.split()[2] != first.split()[2]
 
 
-def test_a_first_run_says_that_it_compiles(tmp_path: Path, package: Path) -> None:
+def test_a_first_run_says_that_it_compiles(tmp_path: Path, package: Path):
     program = """
 from pathlib import Path
 from forebay import prepare_dataset
@@ -69,7 +69,7 @@ for out in ("one", "two"):
     assert "compiling kernels, once after an installation" in first and second == "[]"
 
 
-def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
+def test_nothing_can_be_written(tmp_path: Path, package: Path):
     """Permissions do not bind root: a mount that is read-only does."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("unshare -m is not allowed here")
@@ -84,7 +84,7 @@ def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
     assert "True False none" in message and message.count("no directory can be written") == 1
 
 
-def test_kernels_do_not_import_what_extends_numba(package: Path) -> None:
+def test_kernels_do_not_import_what_extends_numba(package: Path):
     """Somebody else's functions still do."""
     distribution = package / "slow_extension-1.dist-info"
     distribution.mkdir()

@@ -162,7 +162,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("repo, words", CASES)
-def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, ...]) -> None:
+def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, ...]):
     expected, source = world.local(repo, *words), f"hf://datasets/me/{repo}"
     files = contents(world.folder / "local" / repo)
     max_bytes = 2 * (1.3 * max(SLICE, *map(len, files.values())) + 8192)
@@ -194,7 +194,7 @@ def test_killed_anywhere_and_resumed(world: World, repo: str, words: tuple[str, 
     assert world.hub.bytes_sent.total() <= calm_bytes * (1 + (1.0 if repo == "lines" else 0.6) * kills)
 
 
-def test_a_mirror_into_a_bucket_needs_a_disk_of_two_slices(world: World) -> None:
+def test_a_mirror_into_a_bucket_needs_a_disk_of_two_slices(world: World):
     """A dataset of the hub, killed and resumed on the same machine; the same id, and no byte of a slice twice."""
     hub_copy, size = world.folder / "hub/datasets/me/dataset", SLICE // 4
     expected = world.run(
@@ -221,7 +221,7 @@ def test_a_mirror_into_a_bucket_needs_a_disk_of_two_slices(world: World) -> None
     assert len(sizes) > 16 and sent <= sum(sizes.values()) + kills * 2 * size
 
 
-def test_what_is_recorded_is_not_read_again(world: World) -> None:
+def test_what_is_recorded_is_not_read_again(world: World):
     url, words = "s3://mine/vectors", ("--to", "forebay", "--set", "eos_id=7")
     world.local("vectors", *words)
     world.s3.faults.bytes_per_s = 2e6
@@ -244,7 +244,7 @@ def test_what_is_recorded_is_not_read_again(world: World) -> None:
     assert "expected no objects, got some that no conversion left" in err
 
 
-def test_cut_connections_and_a_busy_bucket_with_a_stale_listing(world: World) -> None:
+def test_cut_connections_and_a_busy_bucket_with_a_stale_listing(world: World):
     """The requests that were refused are the only ones more."""
     words = ("hf://datasets/me/vectors", "--to", "forebay", "--set", "eos_id=7")
     calm = world.run(*words[:1], "s3://mine/calm", *words[1:])
@@ -260,7 +260,7 @@ def test_cut_connections_and_a_busy_bucket_with_a_stale_listing(world: World) ->
     assert world.objects("busy") == world.objects("cut") == world.objects("calm")
 
 
-def test_two_at_once_make_one_dataset(world: World) -> None:
+def test_two_at_once_make_one_dataset(world: World):
     words = ("hf://datasets/me/vectors", "s3://mine/vectors", "--to", "forebay")
     expected = world.local("vectors", "--to", "forebay")
     processes = []
@@ -277,7 +277,7 @@ def test_two_at_once_make_one_dataset(world: World) -> None:
     assert objects == contents(world.folder / "local/vectors")
 
 
-def test_a_corrupted_read_back_is_an_error_and_nothing_is_recorded(world: World) -> None:
+def test_a_corrupted_read_back_is_an_error_and_nothing_is_recorded(world: World):
     words = ("--to", "forebay")
     world.s3.faults.corrupt, world.s3.faults.corrupt_name = 1.0, "slices/"
     assert "slices/000000.safetensors: expected what was uploaded, got it changed" in world.fail(
@@ -288,7 +288,7 @@ def test_a_corrupted_read_back_is_an_error_and_nothing_is_recorded(world: World)
     world.run("hf://datasets/me/vectors", "s3://mine/vectors", *words)
 
 
-def test_a_source_that_changes_is_named(world: World) -> None:
+def test_a_source_that_changes_is_named(world: World):
     shutil.copytree(world.folder / "hub/datasets/me/tables", world.folder / "s3/theirs/tables")
     words = ("s3://theirs/tables/*.parquet", "s3://mine/tables", "--to", "forebay")
     world.s3.faults.bytes_per_s = 2e6
@@ -305,7 +305,7 @@ def test_a_source_that_changes_is_named(world: World) -> None:
     assert "train-00003.parquet: expected the input with which the conversion to s3://mine/tables began" in err
 
 
-def test_a_full_disk_is_an_error_that_says_what_to_do(world: World) -> None:
+def test_a_full_disk_is_an_error_that_says_what_to_do(world: World):
     with small_disk(world.folder / "small", SLICE) as disk:
         world.environment["TMPDIR"] = str(disk)
         err = world.fail("hf://datasets/me/vectors", "s3://mine/vectors", "--to", "forebay")

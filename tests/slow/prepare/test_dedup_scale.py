@@ -14,7 +14,7 @@ from support.dedup_bench import Bench, drop_codes
 
 
 @pytest.mark.parametrize("filler", ["word ", "a"])
-def test_texts_of_30_megabytes(tmp_path: Path, filler: str) -> None:
+def test_texts_of_30_megabytes(tmp_path: Path, filler: str):
     bench, text = Bench(tmp_path), filler * ((30 << 20) // len(filler.encode()))
     config = Dedup(exact=True, minhash=True, lines=True)
     texts = pa.array(["good", text, "another", text + " end", "good"], pa.large_string())
@@ -50,7 +50,7 @@ print(peak(10_000), peak(100_000))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
-def test_ten_times_the_documents_take_the_same_memory() -> None:
+def test_ten_times_the_documents_take_the_same_memory():
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     small, large = (int(word) / 1024 for word in done.stdout.split())

@@ -97,7 +97,7 @@ def collect(engine: Engine, run: object, tasks: list[Piece]) -> list[object]:
     return [result[i] for i in range(len(tasks))]
 
 
-def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> None:
+def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine):
     def both():
         """Return the processes of as many maps as it takes until both had a task: one may start late."""
         seen = set()
@@ -115,21 +115,21 @@ def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> No
 
 
 @pytest.mark.parametrize("label, message", [("kill", r"SIGKILL \(out of memory\?\)"), ("exit", "exit code 7")])
-def test_a_death_blames_its_task_alone(two: Engine, messages: list[str], label: str, message: str) -> None:
+def test_a_death_blames_its_task_alone(two: Engine, messages: list[str], label: str, message: str):
     assert collect(two, die_by_label, pieces(8, label, index=3)) == [(i, int(i == 3)) for i in range(8)]
     (shown,) = messages
     expected = rf"task 3 \({label}\) died with {message}: retried alone with smaller batches \(scale 1 of 3\)"
     assert re.fullmatch(expected, shown)
 
 
-def test_a_task_that_always_dies_is_named(two: Engine, messages: list[str]) -> None:
+def test_a_task_that_always_dies_is_named(two: Engine, messages: list[str]):
     with pytest.raises(PrepareError, match=r"task \d \(crash\) died with SIGSEGV, also alone"):
         collect(two, die_by_label, pieces(2, "crash"))
     assert any("scale 3 of 3" in text for text in messages)
     assert collect(two, square, pieces(2)) == [0, 1]  # the engine can be used again
 
 
-def test_what_is_tried_again_runs_alone(two: Engine, messages: list[str]) -> None:
+def test_what_is_tried_again_runs_alone(two: Engine, messages: list[str]):
     spans = collect(two, alone_when_smaller, pieces(8))
     smaller = [span for span in spans if span[2]]
     assert len(smaller) == 2 and all("ran out of memory" in text for text in messages)
@@ -138,7 +138,7 @@ def test_what_is_tried_again_runs_alone(two: Engine, messages: list[str]) -> Non
         assert all(e <= begin or b >= end for b, e in others)
 
 
-def test_errors_keep_their_type(two: Engine) -> None:
+def test_errors_keep_their_type(two: Engine):
     with pytest.raises(DatasetError, match="line 7"):
         collect(two, fail_by_label, pieces(9))
     with pytest.raises(KeyError, match="text") as caught:
@@ -148,7 +148,7 @@ def test_errors_keep_their_type(two: Engine) -> None:
         collect(two, fail_by_label, pieces(3, "odd"))
 
 
-def test_an_error_of_on_done_ends_the_processes(two: Engine) -> None:
+def test_an_error_of_on_done_ends_the_processes(two: Engine):
     def refuse(index, result):
         raise RuntimeError("full")
 
@@ -196,7 +196,7 @@ def start(tmp_path: Path, method: str, call: str, guard: str = 'if __name__ == "
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_no_worker_outlives_its_parent(method: str, tmp_path: Path) -> None:
+def test_no_worker_outlives_its_parent(method: str, tmp_path: Path):
     with start(tmp_path, method, "wait()") as parent:
         until(lambda: len(list(tmp_path.glob("*.0"))) == 2)
         parent.kill()
@@ -205,14 +205,14 @@ def test_no_worker_outlives_its_parent(method: str, tmp_path: Path) -> None:
         assert "Traceback" not in parent.stderr.read()  # the workers are quiet
 
 
-def test_a_script_without_guard_is_told(tmp_path: Path) -> None:
+def test_a_script_without_guard_is_told(tmp_path: Path):
     with start(tmp_path, "spawn", "wait()", "if True:") as parent:
         assert parent.wait() == 1 and "before its first task" in parent.stderr.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
 @pytest.mark.parametrize("call, result", [("load(False)", "True False"), ("load(True)", "False True")])
-def test_a_program_that_chose_so_loads_once_and_forks(call: str, result: str, tmp_path: Path) -> None:
+def test_a_program_that_chose_so_loads_once_and_forks(call: str, result: str, tmp_path: Path):
     """Not with a second thread, whose locks the forks would wait for."""
     with start(tmp_path, "fork", call) as program:
         assert program.communicate()[0].strip() == result
@@ -239,7 +239,7 @@ with local.LocalEngine(2) as engine:
 """
 
 
-def test_interrupt_while_a_worker_is_started_leaves_no_file(tmp_path: Path) -> None:
+def test_interrupt_while_a_worker_is_started_leaves_no_file(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
     )
@@ -269,13 +269,13 @@ with local.LocalEngine(2) as engine:
 """
 
 
-def test_interrupt_of_a_program_with_threads_leaves_a_worker_no_half_of_its_settings() -> None:
+def test_interrupt_of_a_program_with_threads_leaves_a_worker_no_half_of_its_settings():
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED_THREAD], capture_output=True, text=True)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt") and "EOFError" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="has no /proc, which says that a process has ended")
-def test_a_process_that_has_ended_is_dead_before_anybody_asks_for_its_exit_code(tmp_path: Path) -> None:
+def test_a_process_that_has_ended_is_dead_before_anybody_asks_for_its_exit_code(tmp_path: Path):
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         (tmp_path / f".a.{HOST}.{process.pid}.{'0' * 8}.tmp").touch()

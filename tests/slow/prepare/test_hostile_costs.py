@@ -42,7 +42,7 @@ def cpu_s(call: Callable[[], object]) -> float:
         "\n=",
     ],
 )
-def test_hostile_wikitext_takes_linear_time(part: str) -> None:
+def test_hostile_wikitext_takes_linear_time(part: str):
     def seconds(size, close):
         return cpu_s(lambda: to_text(part * (size // len(part)) + close * (size // 10)))
 
@@ -51,7 +51,7 @@ def test_hostile_wikitext_takes_linear_time(part: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_categories_cost_what_is_used_of_them(tmp_path: Path, kind: str) -> None:
+def test_categories_cost_what_is_used_of_them(tmp_path: Path, kind: str):
     words = pa.array([f"w{i:020}" for i in range(400_000)])
 
     def seconds(column):
@@ -81,7 +81,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, repr(
 
 
 @pytest.mark.parametrize("value", ["{}", '{"":0}', '"ab"'])
-def test_values_that_no_setting_names_take_little_memory(tmp_path: Path, value: str) -> None:
+def test_values_that_no_setting_names_take_little_memory(tmp_path: Path, value: str):
     path = tmp_path / "a.jsonl"
     many = ",".join([value] * ((30 << 20) // (len(value) + 1)))
     path.write_text(f'{{"text": "a", "x": [{many}]}}\n')

@@ -56,7 +56,7 @@ def started(script: str, tmp_path: Path, **environment: str) -> subprocess.Popen
     )
 
 
-def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path) -> None:
+def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path):
     repo = write_repo(hub.directory / "datasets/a/large")
     row = json.dumps({"text": "To be, or not to be, that is the question. " * 60}) + "\n"
     with (repo / "train.jsonl").open("wb") as file:
@@ -71,7 +71,7 @@ def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path) -> None:
     assert hub.bytes_sent["train.jsonl"] < 8 << 20 and not (tmp_path / "cache").exists()
 
 
-def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path) -> None:
+def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path):
     data = hub.directory / "datasets/a/b/train.jsonl"
     data.write_bytes(b'{"text": "a line of text"}\n' * 200_000)
     hub.faults.connection_bytes_per_s = 2e6
@@ -93,7 +93,7 @@ def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path) -> None:
     assert hub.bytes_sent["train.jsonl"] < data.stat().st_size - (256 << 10)
 
 
-def test_without_a_network() -> None:
+def test_without_a_network():
     """The hub itself, from a namespace that has no way to it."""
     cut_off = ["unshare", "--user", "--map-root-user", "--net"]
     if shutil.which("unshare") is None or subprocess.run([*cut_off, "true"], capture_output=True).returncode:

@@ -70,7 +70,7 @@ def bucket(server: S3Server, name: str) -> Path:
     return server.directory / "bucket" / name
 
 
-def test_jobs_of_an_array_share_the_tasks(server: S3Server, environment: dict[str, str], expected: Expected) -> None:
+def test_jobs_of_an_array_share_the_tasks(server: S3Server, environment: dict[str, str], expected: Expected):
     """30 % of the jobs are killed, one begins late, and the call that writes the output is there from the start."""
     out = bucket(server, "array")
     jobs = {
@@ -98,7 +98,7 @@ def test_jobs_of_an_array_share_the_tasks(server: S3Server, environment: dict[st
     assert record["documents_in"] == 60 and not (out / ".work").exists()
 
 
-def test_an_array_over_a_shared_directory(server: S3Server, tmp_path: Path, expected: Expected) -> None:
+def test_an_array_over_a_shared_directory(server: S3Server, tmp_path: Path, expected: Expected):
     source, out = str(bucket(server, "source")), tmp_path / "out"
     jobs = [cluster.start(source, str(out), 1, {}, task=f"{index}/3") for index in range(3)]
     assert [finish(job) for job in jobs] == ["", "", ""] and not (out / "manifest.json").exists()
@@ -109,7 +109,7 @@ def test_an_array_over_a_shared_directory(server: S3Server, tmp_path: Path, expe
 def test_killed_at_any_moment_it_goes_on(
     server: S3Server, environment: dict[str, str], expected: Expected,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Drivers, with all their workers, and workers alone; with listings that lack what has just been written."""
     monkeypatch.setattr(server.faults, "stale", 2.0)
     rng, out, kills = random.Random(os.urandom(8)), bucket(server, "killed"), 0
@@ -147,7 +147,7 @@ def _count(out):
 def test_a_server_that_is_busy_and_late_costs_few_requests(
     server: S3Server, environment: dict[str, str], expected: Expected,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+):  # fmt: skip
     def requests():
         counts = Counter()
         for (method, _), number in server.requests.items():

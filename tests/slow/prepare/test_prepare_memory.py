@@ -83,7 +83,7 @@ def _peak(pid):
         return 0
 
 
-def test_ten_times_the_input_takes_the_same(tmp_path: Path) -> None:
+def test_ten_times_the_input_takes_the_same(tmp_path: Path):
     created = {}
     for name, megabytes in (("small", 2), ("large", 20)):
         folder = tmp_path / name
@@ -126,7 +126,7 @@ def giants(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # FOREBAY_TOKENIZER=llama-test-tokenizer.json names another.
-def test_giant_documents(tmp_path: Path, giants: Path) -> None:
+def test_giant_documents(tmp_path: Path, giants: Path):
     tokenizer = os.environ.get("FOREBAY_TOKENIZER", "gpt-neo-test-tokenizer.json")
     if not (TOKENIZERS / tokenizer).is_file():
         pytest.skip(f"needs {TOKENIZERS / tokenizer}")

@@ -56,17 +56,17 @@ def check(out: Path, result: str, expected: Expected) -> None:
     assert result == expected[0]
 
 
-def test_another_number_of_processes(base: Path, expected: Expected) -> None:
+def test_another_number_of_processes(base: Path, expected: Expected):
     check(base / "by3", whole.run(base / "in", base / "by3", 3, PYTHONHASHSEED="3"), expected)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-def test_ray(base: Path, expected: Expected) -> None:
+def test_ray(base: Path, expected: Expected):
     out = base / "ray"
     check(out, whole.run(base / "in", out, 2, "ray", RAY_USAGE_STATS_ENABLED="0"), expected)
 
 
-def test_another_place_of_the_same_input(base: Path, expected: Expected, tmp_path: Path) -> None:
+def test_another_place_of_the_same_input(base: Path, expected: Expected, tmp_path: Path):
     shutil.copytree(base / "in", tmp_path / "in")
     shutil.copy(base / whole.EXAM, tmp_path)
     if (base / whole.MODEL).exists():
@@ -79,7 +79,7 @@ def test_another_place_of_the_same_input(base: Path, expected: Expected, tmp_pat
         assert str(tmp_path) not in path.read_text()
 
 
-def test_workers_that_die(base: Path, expected: Expected) -> None:
+def test_workers_that_die(base: Path, expected: Expected):
     out = base / "unlucky"
     done = subprocess.run(
         whole.command(base / "in", out, 2), capture_output=True, text=True,
@@ -116,7 +116,7 @@ def kill_in(phase: str, command: list[str], how: signal.Signals, rng: random.Ran
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds left-over processes in /proc")
-def test_killed_in_every_phase(base: Path, expected: Expected) -> None:
+def test_killed_in_every_phase(base: Path, expected: Expected):
     out, rng, kills = base / "killed", random.Random(KILLS), 0
     phases = [*PHASES] * (KILLS // len(PHASES) + 1)
     for number, phase in enumerate(sorted(rng.sample(phases, KILLS), key=PHASES.index)):
@@ -127,7 +127,7 @@ def test_killed_in_every_phase(base: Path, expected: Expected) -> None:
     assert not (out / ".work").exists()
 
 
-def test_a_disk_that_is_full_again_and_again(base: Path, expected: Expected, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_again_and_again(base: Path, expected: Expected, tmp_path: Path):
     reached = []
     with small_disk(tmp_path / "small", 600_000) as disk:
         out = disk / "d"

@@ -82,7 +82,7 @@ def _settings(name, folder):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, inputs: Path, tmp_path: Path) -> None:
+def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, inputs: Path, tmp_path: Path):
     source = inputs / {"code": "code", "sft": "chats", "fineweb-2": "foreign"}.get(name, "web")
     tokenizer, settings = str(inputs / "tokenizer.json"), _settings(name, inputs)
     results = [

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Path:
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_accessible_and_fits(folder: Path, browser: Browser, page: str, width: int, theme: Theme) -> None:
+def test_a_page_is_accessible_and_fits(folder: Path, browser: Browser, page: str, width: int, theme: Theme):
     browser.open(folder / page, width=width, theme=theme)
     for _ in range(2):  # folded, then open
         assert browser.violations() == [] and browser.overflow() == 0
@@ -53,7 +53,7 @@ def test_a_page_is_accessible_and_fits(folder: Path, browser: Browser, page: str
     assert browser.errors == [] and browser.requests == []
 
 
-def test_a_rule_is_described_and_leads_to_what_it_dropped(folder: Path, browser: Browser) -> None:
+def test_a_rule_is_described_and_leads_to_what_it_dropped(folder: Path, browser: Browser):
     browser.open(folder / "whole" / "report.html")
     link = browser.page.get_by_role("link", name="gopher_short")
     tip = link.locator(".tip")
@@ -68,7 +68,7 @@ def test_a_rule_is_described_and_leads_to_what_it_dropped(folder: Path, browser:
     assert "dropped" in browser.page.locator(":target").inner_text()
 
 
-def test_charts_have_words_for_bars_and_a_table(folder: Path, browser: Browser) -> None:
+def test_charts_have_words_for_bars_and_a_table(folder: Path, browser: Browser):
     browser.open(folder / "whole" / "report.html")
     chart = browser.page.get_by_role("img", name="Histogram").first
     assert "threshold 20" in str(chart.get_attribute("aria-label"))
@@ -76,7 +76,7 @@ def test_charts_have_words_for_bars_and_a_table(folder: Path, browser: Browser) 
     assert any(name.startswith("SUMMARY Figures of the chart") for name in browser.focusable())
 
 
-def test_what_was_not_read_leads_to_its_lists(folder: Path, browser: Browser) -> None:
+def test_what_was_not_read_leads_to_its_lists(folder: Path, browser: Browser):
     browser.open(folder / "whole" / "report.html")
     for name in ("rejects.jsonl", "skipped.jsonl"):
         target = browser.page.get_by_role("link", name=name).get_attribute("href")

@@ -48,7 +48,7 @@ PIECES = [
 @pytest.mark.parametrize(
     "make, piece", [(make, piece.replace("+", " ")) for make, pieces in PIECES for piece in pieces.split(" ")]
 )
-def test_time_is_linear(make: Callable[[], Stage], piece: str) -> None:
+def test_time_is_linear(make: Callable[[], Stage], piece: str):
     stage, size = make(), 400_000
 
     def measure_s(text):
@@ -69,7 +69,7 @@ def data() -> Path:
     return shared_data("pii").parent
 
 
-def test_lists_of_ldnoobw_and_those_shipped_agree_with_the_rule_of_c4(data: Path) -> None:
+def test_lists_of_ldnoobw_and_those_shipped_agree_with_the_rule_of_c4(data: Path):
     texts = []
     for name in ("carroll-alice", "whitman-leaves", "shakespeare-hamlet"):
         text = (data / f"books/gutenberg_en/{name}.txt").read_text("latin-1")
@@ -85,13 +85,13 @@ def test_lists_of_ldnoobw_and_those_shipped_agree_with_the_rule_of_c4(data: Path
             assert drop_codes(stage, [word, "ok"], [language] * 2) == [0, -1], language
 
 
-def test_fasttext_model(data: Path) -> None:
+def test_fasttext_model(data: Path):
     pytest.importorskip("fasttext")
     stage = Toxic(model=str(data / "lid/lid.176.ftz"), label="__label__de", threshold=0.6)
     assert drop_codes(stage, ["Das ist ein deutscher Satz\nund noch einer.", "This is an English sentence."]) == [1, -1]
 
 
-def test_gate_misses_little_that_ftfy_repairs(data: Path) -> None:
+def test_gate_misses_little_that_ftfy_repairs(data: Path):
     archive = zipfile.ZipFile(data / "lang/udhr2.zip")
     lines = [
         line
@@ -110,7 +110,7 @@ def test_gate_misses_little_that_ftfy_repairs(data: Path) -> None:
     assert sum(a != b for a, b in zip(ours, theirs)) <= 0.002 * changed
 
 
-def test_real_text_without_such_numbers(data: Path) -> None:
+def test_real_text_without_such_numbers(data: Path):
     """Novels, plays and the Bible have no such numbers; nor do 1,000 pages of news and law."""
     texts = [path.read_text("latin-1") for path in sorted((data / "books/gutenberg_en").iterdir())]
     texts.append((data / "neardup/articles_1000.train").read_text("utf-8", "replace"))
@@ -118,13 +118,13 @@ def test_real_text_without_such_numbers(data: Path) -> None:
     assert not Pii(kinds=kinds).apply(to_batch(texts)).counts
 
 
-def test_the_standard_library_stays() -> None:
+def test_the_standard_library_stays():
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     reasons = list(filter(None, drop_reasons(Code(), [path.read_text("utf-8") for path in files], id=map(str, files))))
     assert len(files) > 100 and set(reasons) <= {"code_generated"} and len(reasons) < 6
 
 
-def test_accuracy_on_the_declaration_of_human_rights() -> None:
+def test_accuracy_on_the_declaration_of_human_rights():
     folder = shared_data("lang/udhr2.zip").parents[1]
     files = {"en": "eng", "de": "deu_1901", "fr": "fra", "es": "spa", "ru": "rus"}
     expected, pieces = [], []
@@ -156,7 +156,7 @@ def declaration(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", UNSPACED)
-def test_text_without_spaces_has_words(name: str) -> None:
+def test_text_without_spaces_has_words(name: str):
     code, expected = UNSPACED[name]
     text = declaration(name)
     words = [word for word in split_words(text) if re.match(SCRIPTS, word)]
@@ -166,14 +166,14 @@ def test_text_without_spaces_has_words(name: str) -> None:
         assert drop_reasons(Length(min_words=1000, max_words=5000), [text], languages) == [""]
 
 
-def test_declarations_pass_with_their_own_stop_words() -> None:
+def test_declarations_pass_with_their_own_stop_words():
     names = ("deu", "fra", "spa", "rus", "pol", "ell_monotonic", "hin", "arb", "kor", "fin", "tur", "vie", "swh")
     codes = ["de", "fr", "es", "ru", "pl", "el", "hi", "ar", "ko", "fi", "tr", "vi", "sw"]
     stage = GopherQuality(max_word_chars=15, min_alpha_words=0)
     assert drop_reasons(stage, [declaration(name) for name in names], codes) == [""] * len(names)
 
 
-def test_addresses_of_real_pages_stay() -> None:
+def test_addresses_of_real_pages_stay():
     with tarfile.open(shared_data("html/wcxb_dev.tar.xz")) as files:
         truths = [json.load(files.extractfile(m)) for m in files if m.name.endswith(".json")]
     urls = [truth["url"] for truth in truths if truth.get("url")]

@@ -26,7 +26,7 @@ finish(journal)
 """
 
 
-def test_kill_9_at_random_moments(tmp_path: Path) -> None:
+def test_kill_9_at_random_moments(tmp_path: Path):
     chance = random.Random(7)
     for _ in range(4):
         with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:

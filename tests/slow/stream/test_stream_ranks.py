@@ -35,7 +35,7 @@ def long_rows(count: int) -> Rows:
 )
 def test_four_ranks_fetch_what_one_fetches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str, kind: str, files: int, steps: int
-) -> None:
+):
     """96 % of the samples of 24 or 48 MB of text."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -66,7 +66,7 @@ def test_four_ranks_fetch_what_one_fetches(
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_four_workers_of_a_coordinator_fetch_what_one_fetches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+):
     """93 % of the samples of 24 MB, by default settings."""
     repo = write_repo(tmp_path / "datasets/a/b")
     (repo / f"train.{kind}").write_bytes(FORMS[kind](long_rows(4000)))

@@ -13,7 +13,7 @@ from support.nodes import Network, make_dataset
 from support.wire import connect, request_bytes
 
 
-def test_hashes_of_chunks_of_another_size_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_of_chunks_of_another_size_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Those of the dataset's size are stored."""
     monkeypatch.setattr(share, "_hash_once", None)
     with ExitStack() as stack:
@@ -28,7 +28,7 @@ def test_hashes_of_chunks_of_another_size_cost_nothing(tmp_path: Path, monkeypat
         assert leaves == dataset.leaves(0) and len(leaves) > HASH_BYTES
 
 
-def test_slices_that_are_asked_for_and_not_read_use_no_quota(tmp_path: Path) -> None:
+def test_slices_that_are_asked_for_and_not_read_use_no_quota(tmp_path: Path):
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "thief", "reader")
         dataset = make_dataset(tmp_path / "data", 1, 10_000_000)

@@ -41,20 +41,20 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("how", RECIPES)
-def test_a_recipe_names_code_in_vain(strange: Path, how: str) -> None:
+def test_a_recipe_names_code_in_vain(strange: Path, how: str):
     (strange / "recipe.toml").write_text(RECIPES[how])
     with pytest.raises(UsageError, match=r"recipe\.toml"):
         load_recipe(config=strange / "recipe.toml")
     assert "strange_code" not in sys.modules
 
 
-def test_the_settings_of_a_run_name_code_in_vain(strange: Path) -> None:
+def test_the_settings_of_a_run_name_code_in_vain(strange: Path):
     (strange / "text.txt").write_text("a text\n")
     with pytest.raises(UsageError, match="names code"):  # a coordinator's tokenizer_name is the setting of each worker
         create_huggingface_dataset(str(strange / "text.txt"), tokenizer_name=CODE)
 
 
-def test_nothing_but_the_gate_loads_what_a_text_names() -> None:
+def test_nothing_but_the_gate_loads_what_a_text_names():
     root = Path(forebay.__file__).parent
     named = {"import_module", "__import__", "exec", "eval", "exec_module", "spec_from_file_location", "run_path"}
     for path in root.rglob("*.py"):

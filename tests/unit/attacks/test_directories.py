@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @as_root
 @pytest.mark.parametrize("how", USES)
 @pytest.mark.parametrize("what", ["directory", "link", "file in it"])
-def test_a_directory_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, what: str) -> None:
+def test_a_directory_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, what: str):
     name, use = USES[how]
     monkeypatch.setattr(machine.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
     path = folder / name
@@ -71,7 +71,7 @@ def test_a_directory_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @as_root
-def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
     parent = folder / "numba"
     parent.mkdir(mode=0o755)
     os.chown(parent, STRANGER, STRANGER)  # Whoever owns it can replace what is in it.
@@ -79,7 +79,7 @@ def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch: pyt
     assert compiled._directory.__wrapped__().startswith(str(folder / "own"))
 
 
-def test_an_own_directory_is_private_or_is_made_so(folder: Path) -> None:
+def test_an_own_directory_is_private_or_is_made_so(folder: Path):
     assert (machine.own_directory(folder / "new" / "d").stat().st_mode & 0o777) == 0o700
     old = folder / "old"
     old.mkdir()
@@ -93,7 +93,7 @@ def test_an_own_directory_is_private_or_is_made_so(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["state", "locks/room"])
-def test_a_link_in_a_cache_is_not_followed(folder: Path, name: str) -> None:
+def test_a_link_in_a_cache_is_not_followed(folder: Path, name: str):
     cache, victim = folder / "cache", folder / "victim"
     victim.write_text("mine\n")
     (cache / name).parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def test_a_link_in_a_cache_is_not_followed(folder: Path, name: str) -> None:
     assert victim.read_text() == "mine\n"
 
 
-def test_a_file_system_that_maps_users_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_maps_users_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (folder / "d").mkdir(mode=0o700)
     own = os.getuid()
     monkeypatch.setattr(machine.os, "getuid", lambda: own + 1)  # Every file there is of another user than this one.

@@ -16,7 +16,7 @@ from support.handlers import Make
 from support.nodes import Network, make_dataset
 
 
-def test_a_job_records_the_certificate_of_a_worker_again_once_the_last_one_ended(tmp_path: Path) -> None:
+def test_a_job_records_the_certificate_of_a_worker_again_once_the_last_one_ended(tmp_path: Path):
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "w")
         network.serve(make_dataset(tmp_path / "d", 4, 40))
@@ -31,7 +31,7 @@ def test_a_job_records_the_certificate_of_a_worker_again_once_the_last_one_ended
 
 def test_a_publication_ends_with_the_certificate_that_signed_it(
     network_dir: Path, tmp_path: Path, make_identity: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     dataset, reader = make_dataset(tmp_path / "d", 2, 20), make_identity("r")
     brief = join(network_dir, tmp_path / "b", "b", valid_days=1)
     signed = sign_dataset(brief, dataset.path, "c4", dataset.id)
@@ -48,7 +48,7 @@ def test_a_publication_ends_with_the_certificate_that_signed_it(
         sign_dataset(brief, dataset.path, "c4", dataset.id)
 
 
-def test_a_data_node_signs_what_it_publishes_again_with_its_renewed_certificate(tmp_path: Path) -> None:
+def test_a_data_node_signs_what_it_publishes_again_with_its_renewed_certificate(tmp_path: Path):
     """Not what only claims to be its own."""
     with ExitStack() as stack:
         network = Network(tmp_path, stack)

@@ -13,7 +13,7 @@ from forebay.errors import printable
 
 
 @given(st.text())
-def test_control_characters_come_out_as_their_escapes(text: str) -> None:
+def test_control_characters_come_out_as_their_escapes(text: str):
     shown = printable(text)
     assert all(c.isprintable() or not c.isascii() for c in shown)
     assert not set(shown) & set("\n\x1b\x9b\r\x07\x7f\x85\u2028\u202e")
@@ -22,14 +22,14 @@ def test_control_characters_come_out_as_their_escapes(text: str) -> None:
         assert shown == text
 
 
-def test_what_escapes_look_like() -> None:
+def test_what_escapes_look_like():
     assert printable("a\x1b[2J\tb\nc\x9b", keep="\n\t") == "a\\x1b[2J\tb\nc\\x9b"
     assert printable("50%\r", keep="\r") == "50%\r" and printable("50%\r\n\u202e") == "50%\\r\\n\\u202e"
     assert printable("\x1b" * 9, 10) == "\\x1b\\x1b\\x"
     assert printable("naïve – 日本 🙂") == "naïve – 日本 🙂"
 
 
-def test_results_and_errors_of_a_command_are_filtered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_results_and_errors_of_a_command_are_filtered(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     before = sys.stdout, sys.stderr
     with filtered_streams():
         print("result \x1b]0;owned\x07")

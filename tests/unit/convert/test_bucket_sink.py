@@ -43,7 +43,7 @@ def slices(source: TokenSource, num_written: tuple[int, int]) -> list[tuple[list
 
 
 @given(st.lists(DOCUMENTS, min_size=1, max_size=8), st.lists(st.booleans(), min_size=1, max_size=4))
-def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_positions: list[bool]) -> None:
+def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_positions: list[bool]):
     source = made_source(parts, [True, *has_positions])
     assert source.parts_from is not None
     cursor = Cursor(source.parts_from, lambda part: len(part.tokens), 0, None)
@@ -69,7 +69,7 @@ def plan(folder: Path, **changes: Any) -> dict:
     return plan_of(open_source(folder, options, "forebay"), "forebay", options)
 
 
-def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path: Path) -> None:
+def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path: Path):
     for index in range(3):
         np.save(tmp_path / f"train_{index}.npy", np.arange(100, dtype=np.uint16))
     stored = plan(tmp_path)

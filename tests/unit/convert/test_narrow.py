@@ -34,7 +34,7 @@ def a_table(**arrays: np.ndarray) -> TableSource:
     return made_table(columns, 3)
 
 
-def test_the_names_of_types() -> None:
+def test_the_names_of_types():
     names = {"f16": "F16", "float16": "F16", "fp16": "F16", "bfloat16": "BF16", "uint16": "U16", "I8": "I8"}
     for text, name in {**names, "bool": "BOOL", "q8": "q8", " Q8": "q8"}.items():
         assert dtype_name(text) == name
@@ -64,7 +64,7 @@ def can_hold(to: str, value: Any) -> bool:
 @example(np.array([2**63 - 1, 65505]), "F64")
 @example(np.array([65504, 65505, 2**24 + 1]), "F16")
 @settings(max_examples=150)
-def test_numbers_are_kept_or_refused(values: np.ndarray, to: str) -> None:
+def test_numbers_are_kept_or_refused(values: np.ndarray, to: str):
     """Between integers, from integers to floats, and from floats to integers."""
     if values.dtype.kind == "f" and to in FLOATS:
         to = "I32"
@@ -93,13 +93,13 @@ def test_numbers_are_kept_or_refused(values: np.ndarray, to: str) -> None:
         (-math.inf, 0xFF80),
     ],
 )
-def test_bf16_is_the_nearest_and_ties_are_even(number: float, bits: int) -> None:
+def test_bf16_is_the_nearest_and_ties_are_even(number: float, bits: int):
     """Rounded once, also from 64 bits."""
     assert narrow_bf16(np.array([number])).tolist() == [bits]
     assert np.isnan(widen_bf16(narrow_bf16(np.array([math.nan]))))
 
 
-def test_floats_that_overflow_are_refused() -> None:
+def test_floats_that_overflow_are_refused():
     values = np.array([[1.0, 2.0], [70000.0, 3.0]], np.float32)
     with pytest.raises(DatasetError, match=r"'x' to f16: .* got 70000.0 \(row 8, at \[0\]\)\. Take bf16"):
         cast(values, "F16", "x", first_row=7)
@@ -108,7 +108,7 @@ def test_floats_that_overflow_are_refused() -> None:
     assert (cast(np.array([0.1, 1 / 3], np.float32), "F16", "x")["x"] == np.float16([0.1, 1 / 3])).all()
 
 
-def test_quantizing_what_is_not_finite() -> None:
+def test_quantizing_what_is_not_finite():
     with pytest.raises(DatasetError, match=r"'x' to q8: .* got inf \(row 5, at \[1\]\)"):
         quantize(np.array([[0.0, 0.0], [0.0, np.inf]], np.float32), "x", first_row=4)
     with pytest.raises(DatasetError, match=r"got nan \(row 3, at \[0\]\)"):
@@ -118,7 +118,7 @@ def test_quantizing_what_is_not_finite() -> None:
 # Through a dataset.
 
 
-def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
+def test_a_loader_gives_what_was_quantized(tmp_path: Path):
     rng = np.random.default_rng(5)
     values = (rng.standard_normal((10, 4, 3)) * np.exp(rng.standard_normal((10, 1, 1)))).astype(np.float32)
     source = a_table(features=values, labels=np.arange(10), text=np.array(["a"] * 10))
@@ -136,7 +136,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
         assert (np.abs(result["features"] - values[batch.sample_ids]) <= bound).all()
 
 
-def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
+def test_bf16_is_bf16_in_the_file(tmp_path: Path):
     values = np.array([[1.0, 2.5], [3.0e38, -0.1]], np.float32)
     convert(a_table(x=values), tmp_path / "ds", "forebay", ConvertOptions(tensors={"x": "bf16"}))
     dataset = open_dataset(tmp_path / "ds")
@@ -152,7 +152,7 @@ def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     assert (open_dataset(tmp_path / "wide").open_slice(0).tensors["x"] == result).all()
 
 
-def test_a_refused_value_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_refused_value_leaves_nothing_behind(tmp_path: Path):
     with pytest.raises(
         DatasetError, match=r"tensor 'n' to u8: .* got 300 \(row 4\)\. A wider type is --set tensors\.n=i64"
     ):
@@ -160,7 +160,7 @@ def test_a_refused_value_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_types_of_slices_and_of_imported_files(tmp_path: Path) -> None:
+def test_types_of_slices_and_of_imported_files(tmp_path: Path):
     bits = narrow_bf16(np.ones((2, 3), np.float32))
     write_rows_slice(tmp_path / "a.safetensors", {"x": bits, "n": np.arange(2)}, {"x": "BF16"})
     assert open_slice(tmp_path / "a.safetensors").dtypes == {"x": "BF16", "n": "I64"}
@@ -169,7 +169,7 @@ def test_types_of_slices_and_of_imported_files(tmp_path: Path) -> None:
         write_rows_slice(tmp_path / "b.safetensors", {"n": np.arange(2)}, {"n": "BF16"})
 
 
-def test_names_to_dequantize() -> None:
+def test_names_to_dequantize():
     with pytest.raises(UsageError, match=r"dequantize: expected some of \['x'\], got \['y'\]"):
         dequantize({"x": np.ones((1, 1), np.int8), "x.scale": np.ones(1, np.float32), "y": np.ones(1)}, names=["y"])
     remaining = dequantize({"x": np.ones((1, 1), np.int8), "x.scale": np.ones(1, np.float32)}, names=[])

@@ -29,7 +29,7 @@ def four(**config: Any) -> CoordinatorHarness:
     return coordinator
 
 
-def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_gone(tmp_path: Path) -> None:
+def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_gone(tmp_path: Path):
     """Its heartbeat may wait for an answer that never comes, and it pauses before the next."""
     coordinator = four()
     with contextlib.closing(RunStore(tmp_path)) as roster:
@@ -46,7 +46,7 @@ def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_
     assert list(coordinator.state.members) == list("ae")
 
 
-def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat() -> None:
+def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat():
     coordinator = four()
     coordinator.send(Disconnect("b", "b/1"))
     for name in "acd":
@@ -60,7 +60,7 @@ def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat() -> None:
     assert coordinator.ranks == list("abcd") and coordinator.generation.start_sample == 3 * 8 + 1 * 6
 
 
-def test_a_duplicate_of_a_live_worker_is_refused_and_one_in_doubt_asked_to_wait() -> None:
+def test_a_duplicate_of_a_live_worker_is_refused_and_one_in_doubt_asked_to_wait():
     coordinator = four()
     assert coordinator.codes(coordinator.join("b", "b/2")) == ["duplicate"]
     coordinator.send(PollChange("c", "c/1", -1))
@@ -70,7 +70,7 @@ def test_a_duplicate_of_a_live_worker_is_refused_and_one_in_doubt_asked_to_wait(
     assert coordinator.state.members["c"].session == "c/2"
 
 
-def test_the_furthest_is_the_source_and_late_words_of_an_old_generation_change_nothing() -> None:
+def test_the_furthest_is_the_source_and_late_words_of_an_old_generation_change_nothing():
     coordinator = four()
     coordinator.send(Disconnect("d", "d/1"))
     coordinator.ready("a", 4, broken=True)
@@ -86,7 +86,7 @@ def test_the_furthest_is_the_source_and_late_words_of_an_old_generation_change_n
     assert coordinator.codes(coordinator.ready("a", 4)) == ["bad_step"]
 
 
-def test_a_change_that_is_called_off_goes_on_in_the_same_generation() -> None:
+def test_a_change_that_is_called_off_goes_on_in_the_same_generation():
     coordinator = four()
     coordinator.join("e")
     coordinator.ready("a", 2)
@@ -95,7 +95,7 @@ def test_a_change_that_is_called_off_goes_on_in_the_same_generation() -> None:
     assert not coordinator.state.changing and not coordinator.state.members["a"].ready
 
 
-def test_silence_is_borne_while_nobody_waits_and_a_hung_step_only_for_so_long() -> None:
+def test_silence_is_borne_while_nobody_waits_and_a_hung_step_only_for_so_long():
     coordinator = four()
     coordinator.send(PollChange("b", "b/1", -1))
     coordinator.tick(80)
@@ -110,7 +110,7 @@ def test_silence_is_borne_while_nobody_waits_and_a_hung_step_only_for_so_long() 
     assert coordinator.ranks == list("ac")
 
 
-def test_a_member_whose_answer_was_lost_stays_until_it_must_have_asked_again() -> None:
+def test_a_member_whose_answer_was_lost_stays_until_it_must_have_asked_again():
     """Its heartbeat is answered with the news that a change is wanted, and the answer does not arrive. It computes on,
     and asks again when its client gives up: after the heartbeat's `wait_s` and ANSWER_S. It is expelled only later."""
     coordinator = four()
@@ -122,7 +122,7 @@ def test_a_member_whose_answer_was_lost_stays_until_it_must_have_asked_again() -
     assert "c" not in coordinator.state.members
 
 
-def test_independent_workers_catch_up_first_and_the_dead_leave_named_gaps() -> None:
+def test_independent_workers_catch_up_first_and_the_dead_leave_named_gaps():
     coordinator = four(lockstep=False)
     coordinator.send(Heartbeat("d", "d/1", 1, 4), Disconnect("d", "d/1"))
     coordinator.send(Leave("c", "c/1", 1, 6))
@@ -136,7 +136,7 @@ def test_independent_workers_catch_up_first_and_the_dead_leave_named_gaps() -> N
     assert [action for action in coordinator.actions if isinstance(action, Gap)] == [Gap(1, "d", 3, 4, 6)]
 
 
-def test_a_run_that_is_done_stays_done_and_who_comes_back_does_not_wait_for_others() -> None:
+def test_a_run_that_is_done_stays_done_and_who_comes_back_does_not_wait_for_others():
     coordinator = four()
     for name in "abc":
         coordinator.finish(name)
@@ -148,7 +148,7 @@ def test_a_run_that_is_done_stays_done_and_who_comes_back_does_not_wait_for_othe
     assert (coordinator.generation.start_step, coordinator.generation.start_sample) == (10, 80)
 
 
-def test_with_nobody_left_a_checkpoint_counts_and_without_one_the_run_begins_again() -> None:
+def test_with_nobody_left_a_checkpoint_counts_and_without_one_the_run_begins_again():
     coordinator = CoordinatorHarness()
     coordinator.join("a")
     coordinator.send(Heartbeat("a", "a/1", 1, 50), Disconnect("a", "a/1"))
@@ -158,7 +158,7 @@ def test_with_nobody_left_a_checkpoint_counts_and_without_one_the_run_begins_aga
     assert any(isinstance(action, LogLine) and "redone" in action.text for action in coordinator.actions)
 
 
-def test_the_first_worker_settles_what_the_coordinator_has_no_value_for() -> None:
+def test_the_first_worker_settles_what_the_coordinator_has_no_value_for():
     coordinator = CoordinatorHarness(batch_size=8)
     coordinator.send(ProposeConfig({"batch_size": 4, "seq_len": 64}))
     coordinator.join("a")

@@ -10,7 +10,7 @@ from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
 
 
-def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path):
     with contextlib.closing(RunStore(tmp_path)) as store:
         state, run_id = store.load(Rules(), {}, 0.0, "run")
         (pages,) = store._database.execute("PRAGMA page_count").fetchone()

@@ -35,7 +35,7 @@ def tree(chunks: list[bytes]) -> bytes:
 
 
 @given(data=st.binary(max_size=300), chunk_bytes=st.integers(1, 40), cuts=st.lists(st.integers(0, 300), max_size=5))
-def test_the_root_is_that_of_the_definition(data: bytes, chunk_bytes: int, cuts: list[int]) -> None:
+def test_the_root_is_that_of_the_definition(data: bytes, chunk_bytes: int, cuts: list[int]):
     chunks = [data[start : start + chunk_bytes] for start in range(0, max(1, len(data)), chunk_bytes)]
     hasher = ChunkHasher(chunk_bytes)
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -49,14 +49,14 @@ def test_the_root_is_that_of_the_definition(data: bytes, chunk_bytes: int, cuts:
 
 
 @given(st.integers(0, 1 << 40))
-def test_chunk_sizes(slice_bytes: int) -> None:
+def test_chunk_sizes(slice_bytes: int):
     size = chunk_size(slice_bytes)
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
     assert slice_bytes // size >= 256 or size == MIN_CHUNK_BYTES
     assert slice_bytes // size < 512 or size == MAX_CHUNK_BYTES
 
 
-def test_every_damage_of_the_hashes_is_named(tmp_path: Path) -> None:
+def test_every_damage_of_the_hashes_is_named(tmp_path: Path):
     folder = write_tokens(tmp_path / "d", TOKENS).path
     path, first = folder / CHUNKS_FILE, open_dataset(folder).first_chunks.tolist()
     data = path.read_bytes()
@@ -81,7 +81,7 @@ def test_every_damage_of_the_hashes_is_named(tmp_path: Path) -> None:
         open_dataset(folder).open_slice(2)
 
 
-def test_damage_of_a_slice_is_found_in_its_chunk(tmp_path: Path) -> None:
+def test_damage_of_a_slice_is_found_in_its_chunk(tmp_path: Path):
     folder = write_tokens(tmp_path / "d", TOKENS).path
     path = folder / "1.safetensors"
     data = bytearray(path.read_bytes())

@@ -49,7 +49,7 @@ def read_all(path: Path) -> None:
         dataset.open_slice(index)
 
 
-def test_once_each_also_for_other_readers(folder: Path, hashed: list[str]) -> None:
+def test_once_each_also_for_other_readers(folder: Path, hashed: list[str]):
     dataset = open_dataset(folder)
     assert hashed == []
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_once_each_also_for_other_readers(folder: Path, hashed: list[str]) -> No
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
-def test_a_changed_byte_is_never_used(folder: Path, keep_times: bool) -> None:
+def test_a_changed_byte_is_never_used(folder: Path, keep_times: bool):
     read_all(folder)
     flip(folder / "2.safetensors", keep_times)
     with pytest.raises(DatasetError, match=r"2.safetensors: expected the dataset's bytes in \[0, "):
@@ -77,7 +77,7 @@ def test_a_changed_byte_is_never_used(folder: Path, keep_times: bool) -> None:
             pass
 
 
-def test_never(folder: Path, hashed: list[str]) -> None:
+def test_never(folder: Path, hashed: list[str]):
     flip(folder / "2.safetensors")
     assert len(open_dataset(folder, verify="never").open_slice(2).tokens) == 1000 and hashed == []
     with pytest.raises(UsageError, match="'once' or 'never'"):
@@ -86,7 +86,7 @@ def test_never(folder: Path, hashed: list[str]) -> None:
 
 def test_without_a_place_for_marks_each_process_hashes(
     folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("FOREBAY_CACHE", str(folder / "0.safetensors" / "below-a-file"))
     dataset = open_dataset(folder)
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_without_a_place_for_marks_each_process_hashes(
     assert len(hashed) == 1 + NUM_SLICES
 
 
-def test_torn_or_foreign_marks_only_cost_a_hash(folder: Path, hashed: list[str], tmp_path: Path) -> None:
+def test_torn_or_foreign_marks_only_cost_a_hash(folder: Path, hashed: list[str], tmp_path: Path):
     read_all(folder)
     (marks,) = (tmp_path / "cache" / "verified").iterdir()
     marks.write_bytes(marks.read_bytes()[:20] + b"\xff" * 100)

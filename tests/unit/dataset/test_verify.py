@@ -24,7 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys, monkeypatch) -> None:
+def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys, monkeypatch):
     folder, server = served
     for source in (str(folder), server.url):
         assert main(["inspect", source, "--json"]) == 0
@@ -48,7 +48,7 @@ def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys
     assert printed(capsys)["bad"] == [f"{index}.safetensors" for index in (0, 1, 3, 4)]
 
 
-def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch: pytest.MonkeyPatch):
     _, server = served
     dataset = open_remote(server.url)
     monkeypatch.setattr(dataset.origin, "_timeouts", Timeouts(connect_s=60, stall_s=0.05))

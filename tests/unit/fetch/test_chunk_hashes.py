@@ -53,7 +53,7 @@ def as_dataset(folder: Path, like: Dataset) -> Dataset:
     return Dataset(folder, like.manifest, like.table, like.id)
 
 
-def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> None:
+def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer):
     remote = open_remote(f"{server.url}/corpus")
     assert remote.verify().ok
     server.faults.corrupt[f"corpus/{CHUNKS_FILE}"] = 100
@@ -70,13 +70,13 @@ def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer) -> Non
         remote.leaves(1)
 
 
-def test_those_of_a_small_dataset_come_with_one_request(dataset: Dataset, server: OriginServer) -> None:
+def test_those_of_a_small_dataset_come_with_one_request(dataset: Dataset, server: OriginServer):
     remote = open_remote(f"{server.url}/corpus")
     assert [remote.leaves(index) for index in (2, 0, 1)] == [dataset.leaves(index) for index in (2, 0, 1)]
     assert server.requests[f"corpus/{CHUNKS_FILE}"] == 1
 
 
-def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, server: OriginServer) -> None:
+def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, server: OriginServer):
     remote = open_remote(f"{server.url}/corpus")
     server.faults.drop = 1.0
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, serve
 
 def test_hashes_that_come_late_blame_no_source(
     dataset: Dataset, server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     remote, faults, reported = open_remote(f"{server.url}/corpus"), [TransientError("busy")], []
 
     def read_leaves() -> bytes:
@@ -105,7 +105,7 @@ def test_hashes_that_come_late_blame_no_source(
         assert (faults, reported, fetcher.attempts) == ([], [], 1)
 
 
-def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset: Dataset, server: OriginServer) -> None:
+def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset: Dataset, server: OriginServer):
     expected = [dataset.leaves(index) for index in range(3)]
     (dataset.path / CHUNKS_FILE).write_bytes((dataset.path / CHUNKS_FILE).read_bytes()[:-1])
     remote = open_remote(f"{server.url}/corpus")
@@ -114,7 +114,7 @@ def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset: Dataset, s
         remote.leaves(2)
 
 
-def test_a_child_does_not_wait_for_a_request_of_its_parent(dataset: Dataset, server: OriginServer) -> None:
+def test_a_child_does_not_wait_for_a_request_of_its_parent(dataset: Dataset, server: OriginServer):
     remote = open_remote(f"{server.url}/corpus")
     remote._leaves_lock.acquire()
     remote.after_fork()
@@ -123,7 +123,7 @@ def test_a_child_does_not_wait_for_a_request_of_its_parent(dataset: Dataset, ser
 
 def test_members_read_leaves_by_range_from_a_data_node(
     dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("forebay.dataset.reader.LEAVES_AT_ONCE", 6)
     monkeypatch.setattr("forebay.storage.origins.FREE_HASHES", 0)
     discovery = LocalDiscovery()
@@ -143,7 +143,7 @@ def test_members_read_leaves_by_range_from_a_data_node(
 
 def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
     dataset: Dataset, make_identity: Make, tmp_path: Path
-) -> None:
+):
     row = dataset.table.row(2)
     leaves = dataset.leaves(2)
     (dataset.path / CHUNKS_FILE).unlink()
@@ -161,7 +161,7 @@ def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
     assert not map_path_of(tmp_path / "part").exists()
 
 
-def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
+def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_identity: Make, tmp_path: Path):
     liar = tmp_path / "liar"
     shutil.copytree(dataset.path, liar)
     data = bytearray((liar / CHUNKS_FILE).read_bytes())
@@ -181,9 +181,7 @@ def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_i
     assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
-def test_a_directory_gets_the_hashes_where_no_peer_has_them(
-    dataset: Dataset, make_identity: Make, tmp_path: Path
-) -> None:
+def test_a_directory_gets_the_hashes_where_no_peer_has_them(dataset: Dataset, make_identity: Make, tmp_path: Path):
     expected = (dataset.path / CHUNKS_FILE).read_bytes()
     (dataset.path / CHUNKS_FILE).unlink()
     discovery = LocalDiscovery()
@@ -194,7 +192,7 @@ def test_a_directory_gets_the_hashes_where_no_peer_has_them(
     assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
-def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
+def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_identity: Make, tmp_path: Path):
     liar, discovery, reader = tmp_path / "liar", LocalDiscovery(), make_identity("reader")
     shutil.copytree(dataset.path, liar)
     changes = {"lineage": {"inputs": "others"}, "chunk_bytes": 1 << 13, "table_sha256": "ab" * 32}

@@ -48,7 +48,7 @@ def only(path: Path) -> list[str]:
         (1, None, 64, 1, 1),
     ],
 )
-def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ranges: int, used: int) -> None:
+def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ranges: int, used: int):
     plan = plan_download(size, chunk, workers)
     assert (plan.num_ranges, plan.workers) == (ranges, used)
     assert plan.chunk_bytes % plan.piece_bytes == 0 and plan.piece_bytes <= 8 * MIB
@@ -57,7 +57,7 @@ def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ra
             plan_download(size, **wrong)
 
 
-def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path: Path) -> None:
+def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path: Path):
     server.faults.drop, server.faults.truncate = 0.2, 0.3
     path = tmp_path / "out" / "big"
     seen = []
@@ -74,7 +74,7 @@ def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path
     assert not (tmp_path / "none").exists()
 
 
-def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, monkeypatch: Any):
     path, real, written = tmp_path / "out" / "big", os.pwrite, [0]
 
     def full(file, data, offset):
@@ -92,7 +92,7 @@ def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, 
     assert path.read_bytes() == CONTENT and got.bytes_fetched < len(CONTENT) - MIB
 
 
-def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path) -> None:
+def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path):
     path, elsewhere = tmp_path / "out" / "big", Path("/dev/shm")
     download_large_file(server.url, "big", path, tmp_dir=tmp_path / "tmp")
     assert path.read_bytes() == CONTENT and not list((tmp_path / "tmp").iterdir())
@@ -109,7 +109,7 @@ def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path)
 
 def test_another_version_of_an_object_is_an_error_and_begun_anew(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path, other, requests = tmp_path / "out" / "big", CONTENT[: 2 * MIB], itertools.count()
 
     def change():
@@ -132,7 +132,7 @@ def test_another_version_of_an_object_is_an_error_and_begun_anew(
 
 def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     path, stop = tmp_path / "big", threading.Event()
     lock = try_acquire(tmp_path / ".big.lock")
     assert lock is not None
@@ -153,9 +153,7 @@ def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
     assert not path.exists()
 
 
-def test_as_many_requests_at_once_as_workers(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_requests_at_once_as_workers(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (server.directory / "even").write_bytes(bytes(MIB))
     together = threading.Barrier(16)
     monkeypatch.setattr(server, "too_many", lambda: len(server.paths) > 1 and together.wait() < 0)

@@ -9,7 +9,7 @@ from forebay.fetch.runs import SourceStats, choose_source
 from forebay.storage.retry import backoff_s
 
 
-def test_choice() -> None:
+def test_choice():
     def source(**fields):
         created = SourceStats("x", 4.0)
         for key, value in fields.items():
@@ -28,7 +28,7 @@ def test_choice() -> None:
     assert choose_source([source(active=4)], 0) == (None, float("inf"))
 
 
-def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
+def test_a_busy_source_gets_fewer_connections_and_then_more():
     created, backoff = SourceStats("x", 16.0), partial(backoff_s, first_s=1, max_s=10)
     created.record_overload(10, 9, 5, backoff)
     assert (created.limit, created.wait_until) == (8, 15)
@@ -41,7 +41,7 @@ def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
     assert created.limit == 16
 
 
-def test_the_speed_of_a_source_follows_its_larger_answers() -> None:
+def test_the_speed_of_a_source_follows_its_larger_answers():
     created = SourceStats("x", 4.0)
     created.record_speed(1000, 1.0)
     assert created.speed is None, "short answers say nothing"
@@ -53,7 +53,7 @@ def test_the_speed_of_a_source_follows_its_larger_answers() -> None:
     assert created.failing == 1 and 10 < created.avoid_until <= 12
 
 
-def test_a_source_that_others_named_must_send_an_eighth_of_what_is_usual() -> None:
+def test_a_source_that_others_named_must_send_an_eighth_of_what_is_usual():
     """And at least 32 KiB/s, also where no other is known."""
     slow = SimpleNamespace(url="slow")
     with closing(RunFetcher(1)) as fetcher:

@@ -56,9 +56,7 @@ def refused(command: list[str]) -> None:
     assert main(command) == 1, command
 
 
-def test_small_files_do_not_take_their_claimed_memory(
-    tmp_path: Path, zeros: bytes, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_files_do_not_take_their_claimed_memory(tmp_path: Path, zeros: bytes, capsys: pytest.CaptureFixture[str]):
     packed = pa.compress(bytes(1 << 20), "brotli", asbytes=True)
     makes = {
         "mds": lambda path: mds(path, zeros, "zstd"),
@@ -80,7 +78,7 @@ def test_small_files_do_not_take_their_claimed_memory(
     assert not [path.name for path in tmp_path.iterdir() if "out" in path.name]
 
 
-def test_blocks_within_bounds_are_unpacked() -> None:
+def test_blocks_within_bounds_are_unpacked():
     data = bytes(range(256)) * 400
     for name, packed in {
         "zstd": zstandard.compress(data),
@@ -96,7 +94,7 @@ def test_blocks_within_bounds_are_unpacked() -> None:
         check_unpacked("here", 1000, (128 << 20) + 1)
 
 
-def test_a_damaged_index_is_no_table(tmp_path: Path) -> None:
+def test_a_damaged_index_is_no_table(tmp_path: Path):
     """The index of a token dataset that cannot be read is not converted in its place."""
     mds(tmp_path / "mds", b"x", "zstd", 1, 100)
     with pytest.raises(DatasetError, match="shard"):
@@ -104,7 +102,7 @@ def test_a_damaged_index_is_no_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path: Path, stream: bool) -> None:
+def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path: Path, stream: bool):
     path, out = tmp_path / "a.arrow", pa.BufferOutputStream()
     batch = pa.record_batch({"text": ["some words", "others"] * 8})
     options = pa.ipc.IpcWriteOptions(compression="zstd")

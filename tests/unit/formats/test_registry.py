@@ -45,7 +45,7 @@ def install(site: Path, *lines: str) -> None:
     importlib.invalidate_caches()
 
 
-def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path) -> None:
+def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path):
     install(installed, "markdown = markdown_format:Markdown")
     data = tmp_path / "data"
     data.mkdir()
@@ -70,12 +70,12 @@ def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path) -> No
         (["other = markdown_format:Markdown"], "of that name, got Markdown 'markdown'"),
     ],
 )
-def test_a_package_that_does_not_fit_is_named(installed: Path, lines: list[str], message: str) -> None:
+def test_a_package_that_does_not_fit_is_named(installed: Path, lines: list[str], message: str):
     install(installed, *lines)
     with pytest.raises(UsageError, match=message):
         [*registry.formats()]
 
 
-def test_an_unknown_format_names_those_there_are() -> None:
+def test_an_unknown_format_names_those_there_are():
     with pytest.raises(UsageError, match="expected one of megatron, npy"):
         registry.get_format("excel")

@@ -17,7 +17,7 @@ from support.containers import without_dollars
 from support.launched import HOSTILE
 
 
-def test_options_of_a_slurm_script_come_before_its_first_command() -> None:
+def test_options_of_a_slurm_script_come_before_its_first_command():
     """`sbatch` reads no further."""
     settings = {"nodes": "2", "ranks_per_node": "2", "gpus_per_node": "2", "account": "a1"}
     lines = render("slurm", settings, HOSTILE)["train.sbatch"].splitlines()
@@ -29,7 +29,7 @@ def test_options_of_a_slurm_script_come_before_its_first_command() -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
-def test_quoted_words_are_read_as_they_were(text: str) -> None:
+def test_quoted_words_are_read_as_they_were(text: str):
     assert without_dollars(yaml.safe_load(quote_yaml(text))) == text
     assert "\n" not in quote_yaml(text) and shlex.split(shlex.quote(text)) == [text]
     if text.isprintable():
@@ -38,7 +38,7 @@ def test_quoted_words_are_read_as_they_were(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_value_of_another_form_is_refused(kind: str) -> None:
+def test_a_value_of_another_form_is_refused(kind: str):
     command = ["python", "train.py"]
     for key, setting in KINDS[kind].settings.items():
         assert re.fullmatch(setting.pattern, setting.default), key
@@ -54,7 +54,7 @@ def test_a_value_of_another_form_is_refused(kind: str) -> None:
             render(kind, {}, [word])
 
 
-def test_hostile_paths_are_mounts_and_nothing_else() -> None:
+def test_hostile_paths_are_mounts_and_nothing_else():
     for path in ['./it\'s "$HOME" & co', "/a: b, c}", "-", "# x", "{{ name }}", "%h"]:
         settings = {"data": path, "texts": path, "build": path}
         file = without_dollars(yaml.safe_load(render("compose", settings, HOSTILE)["compose.yaml"]))
@@ -67,7 +67,7 @@ def test_hostile_paths_are_mounts_and_nothing_else() -> None:
         assert file["services"]["worker-1"]["command"][-len(HOSTILE) - 1 :] == ["--", *HOSTILE]
 
 
-def test_files_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["launch", "systemd", str(tmp_path / "a b"), "--json"]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)

@@ -23,7 +23,7 @@ def parse(body: object) -> ExchangeRequest:
     return MODEL.validate_json(json.dumps(body))
 
 
-def test_a_whole_request() -> None:
+def test_a_whole_request():
     request = parse(BODY)
     assert (request.job, request.known_leases, request.declared_until, request.want) == ("d", ("a1",), {"a1": 8}, 2)
     assert (request.uses[0].slice, request.uses[0].stop, request.signature) == (3, 8, "ab" * 64)
@@ -54,6 +54,6 @@ def test_a_whole_request() -> None:
         {"reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]},
     ],
 )  # fmt: skip
-def test_a_malformed_request_is_refused(change: dict) -> None:
+def test_a_malformed_request_is_refused(change: dict):
     with pytest.raises(ValidationError):
         parse({**BODY, **change})

@@ -20,7 +20,7 @@ def write(path: Path, samples: list[int], uses: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize("earlier", [None, 2, "3"])
-def test_a_ledger_of_another_format_is_refused(earlier: object) -> None:
+def test_a_ledger_of_another_format_is_refused(earlier: object):
     """The one before had keys without certificates."""
     entry = Entry(
         0, "", 5.0, "job", {"samples_per_slice": [[2, 1]], **({"format": earlier} if earlier else {})}, "", "h"
@@ -30,12 +30,12 @@ def test_a_ledger_of_another_format_is_refused(earlier: object) -> None:
 
 
 @pytest.mark.parametrize("use", [(0, 2, 0, 1), (0, 0, 0, 5), (0, 0, 2, 2), (0, 0, 3, 1)])
-def test_use_outside_the_dataset_is_a_problem(tmp_path: Path, use: tuple[int, ...]) -> None:
+def test_use_outside_the_dataset_is_a_problem(tmp_path: Path, use: tuple[int, ...]):
     write(tmp_path / "l", [4, 4], [(0, 0, 0, 4), (0, 1, 0, 4), use])
     assert not verify_ledger(tmp_path / "l").ok
 
 
-def test_every_flipped_byte_and_a_removed_or_swapped_line_are_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_and_a_removed_or_swapped_line_are_noticed(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
     data = path.read_bytes()
@@ -51,7 +51,7 @@ def test_every_flipped_byte_and_a_removed_or_swapped_line_are_noticed(tmp_path: 
         assert not verify_ledger(path).ok
 
 
-def test_a_torn_tail_is_cut_at_any_byte(tmp_path: Path) -> None:
+def test_a_torn_tail_is_cut_at_any_byte(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
     data = path.read_bytes()
@@ -65,7 +65,7 @@ def test_a_torn_tail_is_cut_at_any_byte(tmp_path: Path) -> None:
         assert [e.kind for e in read_entries(path)] == ["job", "worker", "uses", "note"]
 
 
-def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path) -> None:
+def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     write(path, [2], [(0, 0, 0, 2)])
     with Ledger.open(path, sign), pytest.raises(LedgerError, match="another process"):
@@ -76,12 +76,12 @@ def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path
 
 
 @given(st.lists(st.integers(0, 3), max_size=50))
-def test_runs_round_trip(counts: list[int]) -> None:
+def test_runs_round_trip(counts: list[int]):
     assert decode_runs(encode_runs(np.array(counts, np.int64))).tolist() == counts
     assert decode_runs(counts).tolist() == counts
 
 
 @pytest.mark.parametrize("runs", [None, [[1]], [[-1, 2]], [["a", 2]], [[1, 10**12]], [[True, 1]]])
-def test_bad_runs_are_refused(runs: object) -> None:
+def test_bad_runs_are_refused(runs: object):
     with pytest.raises(LedgerError):
         decode_runs(runs)

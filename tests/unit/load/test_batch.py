@@ -23,7 +23,7 @@ Tensors = dict[str, NDArray[Any]]
 FIELDS = {"epoch": 4, "step": 25, "epoch_step": 5, "sample_ids": np.arange(2)}
 
 
-def test_the_fields_of_a_batch_of_tokens() -> None:
+def test_the_fields_of_a_batch_of_tokens():
     inputs = np.zeros((2, 3), np.int64)
     labels = np.array([[1, 2, -100], [3, -100, -100]])
     batch = TokenBatch(inputs=inputs, labels=labels, **FIELDS)
@@ -55,7 +55,7 @@ def masked(edges: list[int]) -> NumpyTokens:
     return batch
 
 
-def test_document_masks_and_the_names_of_transformers() -> None:
+def test_document_masks_and_the_names_of_transformers():
     batch = masked([0, 2, 4, 5, 8])
     assert batch.max_seqlen == 3 and batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8] and batch.num_labels == 2
     assert batch.as_dict()["max_seqlen"] == 3 and batch.as_dict()["document_ids"] is batch.document_ids
@@ -67,14 +67,14 @@ def test_document_masks_and_the_names_of_transformers() -> None:
     }  # fmt: skip
 
 
-def test_cu_seqlens_of_a_fixed_length() -> None:
+def test_cu_seqlens_of_a_fixed_length():
     batch = masked([0, 2, 4, 5, 8]).pad_documents(6)
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8, 8, 8] and batch.cu_seqlens.dtype == np.int32
     with pytest.raises(UsageError, match=r"max_documents: expected at least 4, .* got 3\. Give more"):
         masked([0, 2, 4, 5, 8]).pad_documents(3)
 
 
-def test_the_fields_of_a_batch_of_rows() -> None:
+def test_the_fields_of_a_batch_of_rows():
     images = np.zeros((2, 3, 3), np.uint8)
     batch = new_batch(None, None, {"images": images}, **FIELDS)
     assert isinstance(batch, RowBatch) and batch["images"] is batch.inputs is images
@@ -101,7 +101,7 @@ def stack_all(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArra
     return collator.make(plan, 0, sum(counts))
 
 
-def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask(tmp_path: Path) -> None:
+def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask(tmp_path: Path):
     for folder in ("mixed", "empty", "unmasked"):
         (tmp_path / folder).mkdir()
     tensors = {
@@ -134,7 +134,7 @@ def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask
         ({"labels": np.zeros((1, 2), np.uint16)}, {"labels": np.zeros((1, 3), np.uint16)}),
     ],
 )
-def test_rows_that_do_not_go_together(first: Tensors, second: Tensors) -> None:
+def test_rows_that_do_not_go_together(first: Tensors, second: Tensors):
     sources = [{name: MappedArray(array, "") for name, array in tensors.items()} for tensors in (first, second)]
     plan = plan_rows(sources, np.arange(2), np.zeros(2, np.int64))
     with pytest.raises(DatasetError, match="rows of a batch"):

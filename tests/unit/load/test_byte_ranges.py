@@ -61,7 +61,7 @@ def read_twice(
 def test_token_batches_need_the_named_bytes_only(
     tmp_path_factory: pytest.TempPathFactory, tokens: Dataset, documents: DocumentSubset | None,
     kind: tuple[str, bool], size: int, validation: float, data: st.DataObject,
-) -> None:  # fmt: skip
+):  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SECTION_ROWS", 0)
         patch.setattr(packing, "_MIN_SECTION_TOKENS", size)
@@ -82,7 +82,7 @@ def test_token_batches_need_the_named_bytes_only(
         assert np.array_equal(getattr(first.masks, name), getattr(second.masks, name))
 
 
-def test_consecutive_tokens_need_no_document_ends(tokens: Dataset) -> None:
+def test_consecutive_tokens_need_no_document_ends(tokens: Dataset):
     row = tokens.table.row(0)
     masked, plain = (make_collator([plan_samples(tokens, SEQ_LEN)], document_masks=masks) for masks in (True, False))
     assert masked.num_open_bytes(0, row, 2) == plain.num_open_bytes(0, row, 2) + 8 * 300 == row.bytes - 2 * row.count
@@ -92,7 +92,7 @@ def test_consecutive_tokens_need_no_document_ends(tokens: Dataset) -> None:
     assert (starts - first).tolist() == [24, 36] and (stops - first).tolist() == [38, 50]  # With the last label.
 
 
-def test_row_batches_need_the_named_bytes_only(tmp_path: Path) -> None:
+def test_row_batches_need_the_named_bytes_only(tmp_path: Path):
     arrays = {"x": np.arange(40, dtype=np.float32).reshape(10, 4), "y": np.arange(10), "z": np.zeros((10, 0, 2))}
     save_file(arrays | {"wide": np.zeros((10, 1 << 14))}, tmp_path / "0.safetensors")
     rows = import_slices(tmp_path, "rows")

@@ -18,7 +18,7 @@ from forebay.load.loader import Loader
 
 @given(st.sampled_from(["u1", "<u2", "<u4", "<i8"]), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.data())
 @pytest.mark.parametrize("plain", [False, True])
-def test_ranges_equal_slices_of_the_arrays(plain: bool, dtype: str, sizes: list[int], data: st.DataObject) -> None:
+def test_ranges_equal_slices_of_the_arrays(plain: bool, dtype: str, sizes: list[int], data: st.DataObject):
     raws = [np.random.default_rng(i).integers(0, 100, size).astype(dtype) for i, size in enumerate(sizes)]
     which, starts, lengths = (np.array(column, np.int64) for column in ([], [], []))
     firsts, expected = [0], []
@@ -45,7 +45,7 @@ def test_ranges_equal_slices_of_the_arrays(plain: bool, dtype: str, sizes: list[
             assert out.tolist() == requested.tolist()
 
 
-def test_a_range_outside_its_source_is_refused() -> None:
+def test_a_range_outside_its_source_is_refused():
     zero, source = np.zeros(1, np.int64), MappedArray(np.zeros(4, np.uint16), "here.safetensors")
     for offset, size in ((-1, 2), (0, 9), (7, 2)):
         with pytest.raises(DatasetError, match=r"here.safetensors: expected .* of a tensor, got one of 8 bytes"):
@@ -58,7 +58,7 @@ def test_a_range_outside_its_source_is_refused() -> None:
     "options",
     [{"seq_len": 2048}, {"seq_len": 2048, "document_masks": True}, {"seq_len": 2048, "packing": "best_fit"}, {}],
 )
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path, options: dict) -> None:
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path, options: dict):
     for index in range(2):
         if options:
             tokens = np.arange(1 << 20, dtype=np.uint32)

@@ -23,7 +23,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> PrepareResult:
     return forebay.prepare_dataset([folder], folder / "out", tokenizer="bytes", slice_bytes=4096, workers=1)
 
 
-def test_a_description_has_the_order_the_cache_and_the_position(tmp_path: Path) -> None:
+def test_a_description_has_the_order_the_cache_and_the_position(tmp_path: Path):
     data = make_dataset(tmp_path / "data", 4, 16, 8)
     loader = Loader(data, seq_len=8, batch_size=4, cache_dir=tmp_path / "cache", cache_bytes=1 << 20, epochs=2)
     next(iter(loader))
@@ -35,7 +35,7 @@ def test_a_description_has_the_order_the_cache_and_the_position(tmp_path: Path) 
     loader.close()
 
 
-def test_a_description_of_a_mixture_says_how_often_each_dataset_repeats(tmp_path: Path) -> None:
+def test_a_description_of_a_mixture_says_how_often_each_dataset_repeats(tmp_path: Path):
     small, large = make_dataset(tmp_path / "small", 2, 16, 8), make_dataset(tmp_path / "large", 8, 16, 8)
     mixture = Mixture({"small": small, "large": large}, [(0, {"small": 1, "large": 1}), (10, {"large": 1})])
     loader = Loader(mixture, seq_len=8, batch_size=8, steps=30)
@@ -45,7 +45,7 @@ def test_a_description_of_a_mixture_says_how_often_each_dataset_repeats(tmp_path
     assert "from step 10" in card and "large 1" in card and str(small) in card
 
 
-def test_cards_escape_what_they_show(result: PrepareResult) -> None:
+def test_cards_escape_what_they_show(result: PrepareResult):
     dataset = result.open()
     loader = Loader(dataset, seq_len=32, batch_size=4, document_masks=True)
     batch = next(iter(loader.take(1)))
@@ -59,7 +59,7 @@ def test_cards_escape_what_they_show(result: PrepareResult) -> None:
     assert "<script>" not in hostile._repr_html_() and "&lt;script&gt;" in hostile._repr_html_()
 
 
-def test_a_card_of_rows_has_their_shapes() -> None:
+def test_a_card_of_rows_has_their_shapes():
     batch = forebay.RowBatch(
         tensors={"<x>": np.zeros((2, 3), np.uint8)}, sample_ids=np.arange(2), epoch=0, step=0, epoch_step=0
     )
@@ -67,9 +67,7 @@ def test_a_card_of_rows_has_their_shapes() -> None:
 
 
 @pytest.mark.parametrize("packing, split", [("concat", None), ("best_fit", "train")])
-def test_the_documents_of_a_batch(
-    result: PrepareResult, packing: Literal["concat", "best_fit"], split: str | None
-) -> None:
+def test_the_documents_of_a_batch(result: PrepareResult, packing: Literal["concat", "best_fit"], split: str | None):
     dataset = result.open()
     samples = SampleOptions(
         documents=DocumentSubset(exclude=[3, 4, 11]), validation_fraction=0.3 if split else 0.0, pad_id=0
@@ -93,7 +91,7 @@ def test_the_documents_of_a_batch(
     assert not numbers & {3, 4, 11} and len(numbers) > 10
 
 
-def test_a_subset_of_a_file(tmp_path: Path) -> None:
+def test_a_subset_of_a_file(tmp_path: Path):
     (tmp_path / "ids.txt").write_text("17\n3\n3\n")
     np.save(tmp_path / "ids.npy", np.array([3, 17]))
     subsets = [DocumentSubset.from_file(tmp_path / f"ids.{kind}", min_tokens=2) for kind in ("txt", "npy")]

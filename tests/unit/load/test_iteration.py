@@ -19,14 +19,14 @@ SAMPLES = 50  # 8 steps an epoch.
 data = dataset_fixture(5, SAMPLES // 5, SEQ_LEN)
 
 
-def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog: pytest.LogCaptureFixture):
     loader = Loader(data, steps=11, **ARGUMENTS)
     assert [len(list_ids(loader)), len(loader), len(list_ids(loader))] == [8, 3, 3] and not caplog.records
     assert list_ids(loader) == [] and "all 11 steps of the run are done" in caplog.text
     assert len(Loader(data, steps=11, epochs=None, **ARGUMENTS)) == 11
 
 
-def test_a_length_is_exact_or_a_type_error(data: Path) -> None:
+def test_a_length_is_exact_or_a_type_error(data: Path):
     assert len(Loader(data, epochs=2, **ARGUMENTS)) == len(list_ids(Loader(data, epochs=2, **ARGUMENTS))) == 16
     growing = Loader(data, seq_len=SEQ_LEN, global_batch_size=[(0, 5), (4, 10), (9, 25)], epochs=1)
     for _ in range(3):
@@ -43,7 +43,7 @@ def test_a_length_is_exact_or_a_type_error(data: Path) -> None:
         Loader(mixture, epochs=2, **ARGUMENTS)
 
 
-def test_take_gives_the_same_batches_and_moves_nothing(data: Path) -> None:
+def test_take_gives_the_same_batches_and_moves_nothing(data: Path):
     before = set(threading.enumerate())  # Another test's loader may wait for the garbage collector.
     full = list_ids(Loader(data, epochs=2, **ARGUMENTS))
     loader = Loader(data, samples=SampleOptions(prefetch_batches=2), **ARGUMENTS)
@@ -63,7 +63,7 @@ def test_take_gives_the_same_batches_and_moves_nothing(data: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name == "forebay-loader" and t not in before]
 
 
-def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path) -> None:
+def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path):
     loader = Loader(data, cache_dir=tmp_path, cache_bytes=1 << 20, **ARGUMENTS)
     list_ids(loader)
     fetched = loader.stats()["fetched_bytes"]
@@ -72,7 +72,7 @@ def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path) -> None:
     assert loader.stats()["fetched_bytes"] == fetched and loader.stats()["slices_opened"] >= 10
 
 
-def test_ranks_of_a_process_group(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_process_group(data: Path, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
     for name, value in {"is_available": True, "is_initialized": True, "get_rank": 2, "get_world_size": 4}.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
@@ -95,7 +95,7 @@ def _numbers(count, produced):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
+def test_prefetched_items_are_those_of_the_source_in_order(depth: int):
     produced = []
     prefetcher = Prefetcher((n for n in _numbers(50, produced)), depth, lambda n: 10 * n)
     got = []
@@ -107,7 +107,7 @@ def test_prefetched_items_are_those_of_the_source_in_order(depth: int) -> None:
     prefetcher.close()
 
 
-def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
+def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth():
     produced = []
     prefetcher = Prefetcher((n for n in _numbers(50, produced)), 3)
     assert next(prefetcher) == 0
@@ -117,7 +117,7 @@ def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_close_ends_what_another_thread_waits_for(depth: int) -> None:
+def test_a_close_ends_what_another_thread_waits_for(depth: int):
     is_making, is_closed, items = threading.Event(), threading.Event(), []
 
     def make():
@@ -134,7 +134,7 @@ def test_a_close_ends_what_another_thread_waits_for(depth: int) -> None:
     assert items == []
 
 
-def test_a_loop_that_python_ends_last_closes_without_modules(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_python_ends_last_closes_without_modules(data: Path, monkeypatch: pytest.MonkeyPatch):
     batches = iter(Loader(data, **ARGUMENTS))
     next(batches)
     monkeypatch.setattr("forebay.load.batch_source.math", None)  # As at the end of Python, once modules are cleared.

@@ -30,7 +30,7 @@ class FakeJax(ModuleType):
         return self.device_put(array)
 
 
-def test_shapes_never_change_and_padding_has_no_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_never_change_and_padding_has_no_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = make_dataset(tmp_path / "data", 3, 20, 16)
     monkeypatch.setitem(sys.modules, "jax", FakeJax())
     monkeypatch.delitem(sys.modules, "forebay.load.jax", raising=False)

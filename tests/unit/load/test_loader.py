@@ -32,7 +32,7 @@ def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_order_is_that_of_its_seed_and_epoch_or_of_the_dataset(tokens_dir: Path) -> None:
+def test_an_order_is_that_of_its_seed_and_epoch_or_of_the_dataset(tokens_dir: Path):
     def epochs(**arguments):
         loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, epochs=2, **arguments)
         assert len(loader) == 2 * loader.order.steps_per_epoch == 22 and loader.tail_tokens == sum(LENGTHS) - 54 * 8
@@ -82,7 +82,7 @@ def loader_threads() -> set[threading.Thread]:
         {"batch_size": None, "global_batch_size": 6, "rank": 0, "world_size": 7},
     ],
 )
-def test_wrong_arguments(tokens_dir: Path, wrong: dict) -> None:
+def test_wrong_arguments(tokens_dir: Path, wrong: dict):
     arguments = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
     with pytest.raises(UsageError):
         Loader(tokens_dir, **arguments)
@@ -107,12 +107,12 @@ def test_wrong_arguments(tokens_dir: Path, wrong: dict) -> None:
         (SampleOptions, {"max_documents": 0}),
     ],
 )
-def test_wrong_options_are_refused_when_they_are_made(kind: Callable, wrong: dict) -> None:
+def test_wrong_options_are_refused_when_they_are_made(kind: Callable, wrong: dict):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         kind(**wrong)
 
 
-def test_state_of_something_else(tokens_dir: Path) -> None:
+def test_state_of_something_else(tokens_dir: Path):
     loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
     state = loader.state_dict()
     for name, value in {
@@ -143,7 +143,7 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) -> None:
+def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int):
     for i in range(3):
         tokens = np.arange(64, dtype=np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")
@@ -163,7 +163,7 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
     assert not loader_threads() - before
 
 
-def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None:
+def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path):
     rows = []
     for i, length in enumerate((5, 9)):
         ids = np.random.default_rng(i).integers(0, 99, (4, length)).astype(np.uint16)
@@ -181,6 +181,6 @@ def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None
         assert row == [*rows[sample], *[3] * (9 - len(rows[sample]))]
 
 
-def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path) -> None:
+def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path):
     with pytest.raises(UsageError, match="expected at most this machine's memory"):
         Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache="ram", cache_bytes=10**14)

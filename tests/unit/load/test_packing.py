@@ -22,7 +22,7 @@ def ranges(rows: PackedRows) -> Iterator[list[tuple[int, int]]]:
         yield list(zip(rows.starts[first:last].tolist(), rows.lengths[first:last].tolist()))
 
 
-def test_rows_of_a_section_are_those_of_a_golden_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_section_are_those_of_a_golden_case(monkeypatch: pytest.MonkeyPatch):
     result = DocumentSpans(np.array([0, 5, 7]), np.array([5, 7, 30]))
     assert list(ranges(pack_section(result, 8))) == [[(0, 5), (5, 2)], [(7, 9)], [(15, 9)], [(23, 7)]]
     monkeypatch.setattr(packing, "_SECTION_ROWS", 0)
@@ -31,7 +31,7 @@ def test_rows_of_a_section_are_those_of_a_golden_case(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("stops", [[3, 2], [9], [1 << 63]])
-def test_damaged_ends_are_named(stops: list[int]) -> None:
+def test_damaged_ends_are_named(stops: list[int]):
     with pytest.raises(DatasetError, match="document_ends"):
         document_spans(np.array(stops, np.uint64), 8)
 
@@ -47,6 +47,6 @@ def test_damaged_ends_are_named(stops: list[int]) -> None:
         {"min_tokens": 5, "max_tokens": 4},
     ],
 )
-def test_wrong_filters(wrong: dict) -> None:
+def test_wrong_filters(wrong: dict):
     with pytest.raises(UsageError):
         DocumentSubset(**wrong)

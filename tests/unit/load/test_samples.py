@@ -75,7 +75,7 @@ def reference(slices: Any, documents: DocumentSubset | None, seq_len: int, **set
 def test_samples_are_those_of_the_reference(
     dataset: Dataset, many: Dataset, documents: DocumentSubset | None, is_many: bool,
     kind: tuple[str, bool], pad_id: int | None, dtype: type, seq_len: int,
-) -> None:  # fmt: skip
+):  # fmt: skip
     packing, masks = kind
     item, slices = (many, MANY) if is_many else (dataset, SLICES)
     expected = reference(slices, documents, seq_len, packing=packing, masks=masks, pad_id=pad_id or 0)
@@ -101,9 +101,7 @@ def test_samples_are_those_of_the_reference(
 
 
 @given(st.none() | filters, st.integers(1, 40))
-def test_sections_of_a_fit_have_every_kept_token_once(
-    dataset: Dataset, documents: DocumentSubset | None, size: int
-) -> None:
+def test_sections_of_a_fit_have_every_kept_token_once(dataset: Dataset, documents: DocumentSubset | None, size: int):
     expected = reference(SLICES, documents, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SECTION_ROWS", 0)
@@ -122,7 +120,7 @@ def test_sections_of_a_fit_have_every_kept_token_once(
 @given(st.floats(0, 1), st.sampled_from(["concat", "best_fit"]), st.none() | filters)
 def test_splits_are_exact_disjoint_and_together_all(
     dataset: Dataset, validation: float, packing: str, documents: DocumentSubset | None
-) -> None:
+):
     def ids(split):
         try:
             settings = {} if split is None else {"split": split, "validation": validation}
@@ -139,7 +137,7 @@ def test_splits_are_exact_disjoint_and_together_all(
     assert sorted([*train, *held_out]) == full
 
 
-def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: Path) -> None:
+def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: Path):
     many = write_slices(tmp_path / "many", [([60], 0)] * 50)
     taken = set()
     for part in (0.01, 0.1, 0.3):
@@ -150,7 +148,7 @@ def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: 
     assert taken != set(range(len(taken)))
 
 
-def test_slices_of_different_types_are_refused(tmp_path: Path) -> None:
+def test_slices_of_different_types_are_refused(tmp_path: Path):
     datasets = [write_slices(tmp_path / dtype, SLICES, dtype) for dtype in ("uint16", "uint32")]
     collator = make_collator([plan_samples(dataset, SEQ_LEN) for dataset in datasets])
     for i, dataset in enumerate(datasets):
@@ -159,7 +157,7 @@ def test_slices_of_different_types_are_refused(tmp_path: Path) -> None:
         collator.plan(np.array([0, 5]), np.zeros(2, np.int64))
 
 
-def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path: Path):
     concat, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="best_fit")
     save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
     images = import_slices(tmp_path, "rows")
@@ -178,7 +176,7 @@ def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path:
             make_collator(indexes, **options)
 
 
-def test_a_slice_or_sample_outside_the_index_is_refused(dataset: Dataset) -> None:
+def test_a_slice_or_sample_outside_the_index_is_refused(dataset: Dataset):
     sample_index = plan_samples(dataset, SEQ_LEN, split="train", validation=0.4)
     none = np.empty(0, np.int64)
     for masks in (False, True):
@@ -214,7 +212,7 @@ def test_a_slice_or_sample_outside_the_index_is_refused(dataset: Dataset) -> Non
         {"seq_len": 1000},
     ],
 )
-def test_wrong_settings(dataset: Dataset, wrong: dict) -> None:
+def test_wrong_settings(dataset: Dataset, wrong: dict):
     settings = {"seq_len": SEQ_LEN, **wrong}
     with pytest.raises(UsageError):
         plan_samples(dataset, settings.pop("seq_len"), **settings)

@@ -71,7 +71,7 @@ def sample(index: int, number: int) -> list[int]:
     return shard_tokens(index)[number * L : (number + 1) * L].tolist()
 
 
-def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path) -> None:
+def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path):
     """Two passes: order of shards, samples, disk."""
     trace, max_chunks = [], 0
     with open_shards(server, folder) as shards:
@@ -93,7 +93,7 @@ def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path)
     assert all(sent_bytes(server, index) >= 2 * TOKEN_BYTES for index in range(SHARDS))  # each fetched anew
 
 
-def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server: OriginServer, folder: Path) -> None:
+def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server: OriginServer, folder: Path):
     with contextlib.ExitStack() as stack:
         ranks = [
             stack.enter_context(open_shards(server, folder, keep_shards=True, rank=rank, world_size=2))
@@ -108,7 +108,7 @@ def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server: OriginSe
     assert all(TOKEN_BYTES <= sent_bytes(server, index) < TOKEN_BYTES + MOST_HEADERS for index in range(SHARDS))
 
 
-def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path) -> None:
+def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path):
     with open_shards(bucket, folder, reset_step=10) as shards:
         for step, expected in ((0, 0), (7, 2), (9, 3), (10, 0), (5, 1)):
             assert shards.at_step(step).index == expected
@@ -117,7 +117,7 @@ def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path
             assert len(read_chunks(folder)) == 4
 
 
-def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
@@ -137,7 +137,7 @@ def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path: Path, m
 
 def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_swap(
     bucket: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     is_open, obtain = threading.Event(), ShardCache.obtain
 
     def obtain_later(cache, index, *args):
@@ -182,7 +182,7 @@ def environment(server: OriginServer) -> dict[str, str]:
 
 def test_variables_of_a_bucket_come_from_the_environment_or_a_file_and_no_secret_is_shown(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     caplog.set_level("DEBUG")
     monkeypatch.chdir(tmp_path)
     variables, path, wrong_secret = environment(server), tmp_path / "run.env", "a-secret-of-none"
@@ -219,7 +219,7 @@ def test_variables_of_a_bucket_come_from_the_environment_or_a_file_and_no_secret
     assert SECRET_KEY not in caplog.text and wrong_secret not in caplog.text
 
 
-def test_an_origin_that_stays_away_is_named(server: OriginServer, folder: Path) -> None:
+def test_an_origin_that_stays_away_is_named(server: OriginServer, folder: Path):
     server.faults.drop = 1.0
     with (
         open_shards(server, folder, timeout_s=0.5, num_shards=SHARDS) as shards,
@@ -230,7 +230,7 @@ def test_an_origin_that_stays_away_is_named(server: OriginServer, folder: Path) 
 
 def test_too_small_a_disk_is_refused_before_the_first_byte(
     server: OriginServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1_000_000))
     for settings, match in (
@@ -242,7 +242,7 @@ def test_too_small_a_disk_is_refused_before_the_first_byte(
     assert sum(server.bytes_sent.values()) < MOST_HEADERS and read_chunks(folder) == {}
 
 
-def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path) -> None:
+def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path):
     """Also by several ranks."""
     with open_shards(own_bucket, own_bucket) as first, open_shards(own_bucket, own_bucket) as second:
         for shards in (first, second):
@@ -254,7 +254,7 @@ def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path) -> None
 
 def test_wrong_origins_and_arguments_are_refused_and_small_machines_warned_of(
     own_bucket: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     def read_indexes(*steps, **settings):
         with open_shards(own_bucket, folder, **settings) as shards:
             return [shards.at_step(step).index for step in steps]
@@ -288,7 +288,7 @@ def test_wrong_origins_and_arguments_are_refused_and_small_machines_warned_of(
         read_indexes(0, 3)
 
 
-def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path) -> None:
+def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path):
     with open_shards(own_bucket, own_bucket) as miner, open_shards(own_bucket, own_bucket) as validator:
         mined = []
         for batch in miner.batches(4, 6, batch_size=8):
@@ -301,7 +301,7 @@ def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path) -> No
 @pytest.mark.parametrize("scheme", ["http", "s3", "r2"])
 def test_a_plan_of_shards_agrees_with_the_server(
     scheme: str, server: OriginServer, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     for name, value in (environment(server) | server.s3_environment).items():
         monkeypatch.setenv(name, value)
     url = {"http": f"{server.url}/{PREFIX}", "s3": f"s3://{BUCKET}/{PREFIX}", "r2": "r2://"}[scheme]

@@ -87,7 +87,7 @@ def ids(batches: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("workers, prefetch, device", [(0, 0, None), (0, 2, "cpu"), (1, 2, None), (3, 0, "cpu")])
-def test_the_same_order_for_any_number_of_helpers(data: Path, workers: int, prefetch: int, device: str | None) -> None:
+def test_the_same_order_for_any_number_of_helpers(data: Path, workers: int, prefetch: int, device: str | None):
     expected = read_plain(data, 2)
     with Loader(data, **ARGUMENTS) as loader:
         batches = loader.to_torch(device, prefetch=prefetch, num_workers=workers)
@@ -104,7 +104,7 @@ def test_the_same_order_for_any_number_of_helpers(data: Path, workers: int, pref
 
 
 @pytest.mark.parametrize("first, then", [(0, 3), (2, 1)])
-def test_the_state_is_the_loaders_and_resumes_with_other_helpers(data: Path, first: int, then: int) -> None:
+def test_the_state_is_the_loaders_and_resumes_with_other_helpers(data: Path, first: int, then: int):
     expected = [item["ids"] for item in read_plain(data, 2)]
     for stop in (7, 25, 31):
         with Loader(data, **ARGUMENTS) as loader, Loader(data, **ARGUMENTS) as other:
@@ -120,7 +120,7 @@ def test_the_state_is_the_loaders_and_resumes_with_other_helpers(data: Path, fir
             assert ids(other.to_torch(num_workers=then)) == expected[stop : STEPS if stop < STEPS else 2 * STEPS]
 
 
-def test_a_state_may_be_loaded_while_helpers_run(data: Path) -> None:
+def test_a_state_may_be_loaded_while_helpers_run(data: Path):
     expected = [item["ids"] for item in read_plain(data, 1)]
     with Loader(data, **ARGUMENTS) as loader:
         batches = loader.to_torch(num_workers=2)
@@ -139,7 +139,7 @@ def test_a_state_may_be_loaded_while_helpers_run(data: Path) -> None:
             next(running)
 
 
-def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path: Path) -> None:
+def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path: Path):
     data, seen = make_dataset(tmp_path / "holed", 8, 16, SEQ_LEN), []
     (data / "0005.safetensors").unlink()
     with Loader(data, **ARGUMENTS, shuffle=False, order=OrderOptions(lanes=1)) as loader:
@@ -149,7 +149,7 @@ def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path:
         assert seen == list(range(len(seen))) and 17 <= len(seen) <= 20
 
 
-def test_a_helper_that_is_killed_amid_a_message_has_ended() -> None:
+def test_a_helper_that_is_killed_amid_a_message_has_ended():
     """After the message and before the descriptor of the segment in which its batches are."""
     ours, theirs = socket.socketpair()
     with ours, Connection(theirs.detach()) as connection:
@@ -162,7 +162,7 @@ def test_a_helper_that_is_killed_amid_a_message_has_ended() -> None:
 
 
 @pytest.mark.parametrize("style", ["batch", "plain", "transformers"])
-def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path: Path) -> None:
+def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path: Path):
     """Ids, labels, masks and positions are int64, whatever their stored type: a model takes them without a cast."""
     write_typed_rows(tmp_path)
     for workers in (0, 1):
@@ -177,7 +177,7 @@ def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path: Path) -> 
     assert kinds == {("torch.int64", False), ("torch.int32", True)}
 
 
-def test_names_for_transformers(data: Path) -> None:
+def test_names_for_transformers(data: Path):
     arguments = {**ARGUMENTS, "document_masks": True, "samples": SampleOptions(max_documents=9)}
     batches = Loader(data, **arguments).to_torch()
     with Loader(data, **arguments) as loader:
@@ -191,7 +191,7 @@ def test_names_for_transformers(data: Path) -> None:
             assert torch.equal(batch.as_dict("transformers")["labels"], named["labels"])
 
 
-def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch: pytest.MonkeyPatch):
     expected = [item["ids"] for item in read_plain(data, 2)]
     loader = Loader(data, **ARGUMENTS)
     own = torch.utils.data.DataLoader(loader.to_torch(), batch_size=None)
@@ -244,7 +244,7 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch: pytest.MonkeyPatch, prefetch: int) -> None:
+def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch: pytest.MonkeyPatch, prefetch: int):
     expected = read_plain(data, 1)
     cuda = FakeCuda(monkeypatch)
     batches = list(Loader(data, **ARGUMENTS).to_torch("cuda", prefetch=prefetch))
@@ -259,7 +259,7 @@ def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch: pyte
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("workers, prefetch", [(0, 0), (0, 2), (1, 2)])
-def test_batches_on_a_gpu(data: Path, workers: int, prefetch: int) -> None:
+def test_batches_on_a_gpu(data: Path, workers: int, prefetch: int):
     expected = read_plain(data, 2)
     with Loader(data, epochs=2, **ARGUMENTS) as loader:
         sums = []
@@ -269,7 +269,7 @@ def test_batches_on_a_gpu(data: Path, workers: int, prefetch: int) -> None:
         assert [int(value) for value in sums] == [int((i["inputs"] * 3 + i["labels"]).sum()) for i in expected]
 
 
-def test_wrong_arguments_are_refused(data: Path) -> None:
+def test_wrong_arguments_are_refused(data: Path):
     loader = Loader(data, **ARGUMENTS)
     for wrong, named in (
         ({"style": "other"}, "style: expected one of"),

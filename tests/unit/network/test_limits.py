@@ -11,9 +11,7 @@ amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)
 
 
 @given(amounts, st.floats(0.1, 100), st.floats(5, 50))
-def test_a_bucket_never_gives_more_than_rate_and_burst(
-    asks: list[tuple[float, float]], rate: float, burst: float
-) -> None:
+def test_a_bucket_never_gives_more_than_rate_and_burst(asks: list[tuple[float, float]], rate: float, burst: float):
     bucket, now, taken = TokenBucket(rate, burst), 0.0, 0.0
     for pause, amount in asks:
         now += pause
@@ -28,7 +26,7 @@ def test_a_bucket_never_gives_more_than_rate_and_burst(
 
 
 @given(amounts, st.floats(0.1, 100))
-def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float) -> None:
+def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float):
     bucket, now, until, total = TokenBucket(rate, 1.0), 0.0, 0.0, 0.0
     for pause, amount in asks:
         now += pause
@@ -39,7 +37,7 @@ def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float) -> 
         until = ready
 
 
-def test_bad_limits_are_told() -> None:
+def test_bad_limits_are_told():
     for invalid in (
         lambda: TokenBucket(0),
         lambda: ServerLimits(upload_bytes_per_s=-1),

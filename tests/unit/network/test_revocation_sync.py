@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_node_renews_itself_while_it_runs(
     network_dir: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """In the last third of its validity; while the issuer is unreachable it says so and tries again."""
     with contextlib.closing(AdmissionServer(Admissions(network_dir)).start()) as admission:
         issuer = read_issuer(network_dir)
@@ -68,7 +68,7 @@ def test_a_node_renews_itself_while_it_runs(
 
 def test_a_node_without_an_admission_server_warns_of_expiry(
     make_identity: Make, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     node = make_identity("n")
     clock.later_s = node.valid_s - 86400.0
     with PatientClient(node) as client:
@@ -76,9 +76,7 @@ def test_a_node_without_an_admission_server_warns_of_expiry(
     assert "expires in" in caplog.text and "forebay network renew" in caplog.text
 
 
-def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(
-    make_identity: Make, network_dir: Path
-) -> None:
+def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(make_identity: Make, network_dir: Path):
     """It says the highest number there is, and hands out an old CRL, or none: it is asked for it once."""
     liar, reader = make_identity("liar"), make_identity("reader")
     old, paths, app = sign_crl(read_issuer(network_dir), [], 1), [], make_app("liar")
@@ -105,9 +103,7 @@ def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(
 
 @pytest.mark.usefixtures("changes_at_once")
 @pytest.mark.parametrize("first", ["client", "server"])
-def test_a_crl_passes_over_any_connection_in_both_directions(
-    make_identity: Make, network_dir: Path, first: str
-) -> None:
+def test_a_crl_passes_over_any_connection_in_both_directions(make_identity: Make, network_dir: Path, first: str):
     """An ordinary request is enough, also one that is refused."""
     nodes = {name: make_identity(name) for name in ("client", "server")}
     thief = make_identity("thief")
@@ -121,7 +117,7 @@ def test_a_crl_passes_over_any_connection_in_both_directions(
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity: Make, network_dir: Path) -> None:
+def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity: Make, network_dir: Path):
     """By hand, the next round of three being hours away."""
     thief, teller = make_identity("thief"), make_identity("teller")
     told = [make_identity(f"node{number}") for number in range(5)]
@@ -137,7 +133,7 @@ def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity: Make, networ
         until(lambda: all(node.revocations.reason(thief.peer_id) is not None for node in told))
 
 
-def test_announcements_of_one_host_or_network_are_few_voices() -> None:
+def test_announcements_of_one_host_or_network_are_few_voices():
     honest = [("10.0.1.2", 7001), ("10.0.2.3", 7002), ("2001:db8::5", 7003)]
     crowd = [("10.0.1.9", port) for port in range(1, 5000)]
     crowd += [(f"10.7.{number // 250}.{number % 250}", 1) for number in range(5000)]
@@ -146,7 +142,7 @@ def test_announcements_of_one_host_or_network_are_few_voices() -> None:
     assert sum(host == "10.0.1.9" for host, _ in chosen) <= 2
 
 
-def test_contacts_are_bounded() -> None:
+def test_contacts_are_bounded():
     contacts = Contacts()
     for number in range(10_000):
         contacts.add(f"host{number}:1")
@@ -160,7 +156,7 @@ def test_contacts_are_bounded() -> None:
 @pytest.mark.usefixtures("changes_at_once")
 def test_trust_goes_on_after_any_fault_of_a_peer_or_of_the_node(
     make_identity: Make, network_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """Malformed addresses, a callback that raises: logged, and the next step comes. A new CRL calls back."""
     node, reader, thief = make_identity("node"), make_identity("reader"), make_identity("thief")
     revoke(network_dir, thief.peer_id, node.node_dir)

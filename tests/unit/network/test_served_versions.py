@@ -38,7 +38,7 @@ def extend(parent: Dataset, directory: Path, name: str) -> Dataset:
 @pytest.mark.parametrize("names", [(NAME,), ("other",), (NAME, "other"), ("other", "third")])
 def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
-) -> None:
+):
     monkeypatch.setattr(peer_dataset, "_MAX_AGE_S", 0.0)
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "worker")
@@ -69,7 +69,7 @@ def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(
 )  # fmt: skip
 def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(
     tmp_path: Path, rules: list[tuple[str, str]], refused: str
-) -> None:
+):
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "reader")
         first = make_dataset(tmp_path / "tiny", 3, 40)
@@ -90,7 +90,7 @@ def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(
             assert len(got) == row.bytes and not refused
 
 
-def test_the_bytes_of_a_slice_of_two_datasets_count_for_the_one_that_allows_it(tmp_path: Path) -> None:
+def test_the_bytes_of_a_slice_of_two_datasets_count_for_the_one_that_allows_it(tmp_path: Path):
     """The first one, until its quota is used."""
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "reader")

@@ -88,7 +88,7 @@ def is_served(client: Client, server: Server) -> bool:
 
 def test_json_there_and_back_on_one_connection(
     server: Server, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     for number in range(3):
         answer, peer = client.request_json(server.address, "POST", "/echo?a=1&b=", {"n": number})
         assert answer == {"got": {"n": number}, "query": {"a": "1", "b": ""}, "by": "POST"}
@@ -103,7 +103,7 @@ def test_json_there_and_back_on_one_connection(
     assert is_served(client, server)
 
 
-def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, tmp_path: Path) -> None:
+def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, tmp_path: Path):
     """uvicorn hands it to no application: ours does, through the protocol's state. An upgrade may break that."""
     scope = Scope(frozenset({"worker"}), ("c4-*",))
     org = create_organisation(network_dir, tmp_path / "org", "acme")
@@ -121,7 +121,7 @@ def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, t
     assert seen == [member.as_peer] and (member.as_peer.peer_id, member.as_peer.org) == (member.peer_id, org)
 
 
-def test_files_and_ranges(server: Server, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_and_ranges(server: Server, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture):
     for _ in range(2):
         assert client.get_bytes(server.address, "/empty", SIZE) == b""
     assert "ASGI" not in caplog.text
@@ -140,7 +140,7 @@ def test_files_and_ranges(server: Server, client: Client, handler: Handler, capl
         client.get_bytes(server.address, "/gone", SIZE)
 
 
-def test_limits_on_bodies(server: Server, client: Client) -> None:
+def test_limits_on_bodies(server: Server, client: Client):
     with pytest.raises(RemoteError, match="refused with 413"):
         client.request_json(server.address, "POST", "/echo", "x" * (1 << 20))
     with pytest.raises(ProtocolError, match="at most 10 bytes"):
@@ -149,7 +149,7 @@ def test_limits_on_bodies(server: Server, client: Client) -> None:
         client.get_bytes(server.address, "/a b\r\nX: y", 10)
 
 
-def test_strangers_get_nothing(server: Server, client: Client, handler: Handler, tmp_path: Path) -> None:
+def test_strangers_get_nothing(server: Server, client: Client, handler: Handler, tmp_path: Path):
     server.identity.audit = AuditLog(tmp_path / "audit.log")
     create_network(tmp_path / "elsewhere", "test-network")
     stranger = join(tmp_path / "elsewhere", tmp_path / "stranger", "client")
@@ -178,7 +178,7 @@ def test_strangers_get_nothing(server: Server, client: Client, handler: Handler,
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Client, make_identity: Make) -> None:
+def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Client, make_identity: Make):
     is_served(client, server)
     revoke(server.identity.node_dir, client.identity.peer_id)
     with pytest.raises(NetworkError) as caught:  # on the open connection, which may be cut first
@@ -194,7 +194,7 @@ def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Clien
             is_served(other, server)
 
 
-def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: Handler) -> None:
+def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: Handler):
     with pytest.raises(NetworkError, match=f"port {server.port} is in use"):
         serve(server.identity, handler, port=server.port).start()
     with socket.socket() as current:
@@ -208,7 +208,7 @@ def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: H
 
 def test_a_loop_that_fails_begins_again_on_the_same_port(
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     is_served(client, server)
 
     def select(timeout=None):
@@ -227,7 +227,7 @@ def test_a_loop_that_fails_begins_again_on_the_same_port(
     assert server.num_connections == 1 and server.drain(3600.0)
 
 
-def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: Client, handler: Handler) -> None:
+def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: Client, handler: Handler):
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(client.request_json(server.address, "GET", "/held")[0]))
     waiting.start()
@@ -243,7 +243,7 @@ def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: 
 
 def test_close_ends_answers_under_way(
     make_identity: Make, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """A file half sent, a request whose body does not come, waits for news, a handshake: without an error."""
     app, entered = application(handler), threading.Event()
 
@@ -275,7 +275,7 @@ def test_close_ends_answers_under_way(
 
 def test_who_hangs_up_amid_its_body_or_closes_one_half_is_no_error_of_ours(
     server: Server, client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     for half in (True, False):
         with connect(client.identity, server.address) as tls:
             tls.sendall(b"POST /echo HTTP/1.1\r\nContent-Length: 100\r\n\r\nx")

@@ -44,7 +44,7 @@ def server() -> Iterator[MemoryServer]:
         yield server
 
 
-def test_a_document_of_routes(server: MemoryServer) -> None:
+def test_a_document_of_routes(server: MemoryServer):
     document = server.ask("GET", "/openapi.json").json()
     assert document["openapi"].startswith("3.1") and document["info"]["title"] == "A node"
     assert document["paths"].keys() == {"/v1/item/{name}", "/v1/log", "/metrics"}
@@ -59,7 +59,7 @@ def test_a_document_of_routes(server: MemoryServer) -> None:
     assert {"forebay_things 3.0", "forebay_connections 1.0", 'forebay_requests_total{status="200"} 1.0'} <= set(lines)
 
 
-def test_messages_and_queries_are_strict(server: MemoryServer) -> None:
+def test_messages_and_queries_are_strict(server: MemoryServer):
     assert server.ask("POST", "/v1/item/a", {"n": 3}).json() == {"n": 3, "name": "a"}
     for body in (
         b"{}", b'{"n": 10}', b'{"n": "3"}', b'{"n": 3.0}', b'{"n": true}', b'{"n": 3, "x": 1}', b"[]", b"5",
@@ -76,7 +76,7 @@ def test_messages_and_queries_are_strict(server: MemoryServer) -> None:
     assert b"n: Input should be less than or equal to 9" in server.ask("POST", "/v1/item/a", {"n": 10}).body
 
 
-def test_metrics_as_prometheus_reads_them() -> None:
+def test_metrics_as_prometheus_reads_them():
     text = exposition(
         [
             counter("forebay_sent_bytes_total", "Bytes.", {"b": 2.0, 'a"\\\n': 1}, "peer"),
@@ -98,7 +98,7 @@ def test_metrics_as_prometheus_reads_them() -> None:
      ("coordinator.jobs.svc.cluster.local:80", True), (socket.getfqdn(), True), ("attacker.example:80", False),
      ("127.0.0.1.attacker.example", False), ("localhost.example", False), ("[::1", False)],
 )  # fmt: skip
-def test_a_page_by_another_name_of_this_address_reads_nothing(server: MemoryServer, host: str, is_taken: bool) -> None:
+def test_a_page_by_another_name_of_this_address_reads_nothing(server: MemoryServer, host: str, is_taken: bool):
     answer = server.ask("GET", "/v1/item/a?n=3", Host=host)
     assert (answer.status == 403) is not is_taken
     if not is_taken:
@@ -106,5 +106,5 @@ def test_a_page_by_another_name_of_this_address_reads_nothing(server: MemoryServ
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://page.example"}, {"Content_Type": "text/plain"}])
-def test_requests_of_a_page_of_another_site_are_refused(server: MemoryServer, headers: dict[str, str]) -> None:
+def test_requests_of_a_page_of_another_site_are_refused(server: MemoryServer, headers: dict[str, str]):
     assert server.ask("POST", "/v1/item/a", {"n": 3}, **headers).refusal == (403, "cross_site")

@@ -78,7 +78,7 @@ def is_served(server: MemoryServer, member: str) -> bool:
 # Connections.
 
 
-def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Handler) -> None:
+def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Handler):
     server = start(connections=4)
     idle, other = [server.connect("many") for _ in range(3)], server.connect("other")
     idle[0].send(WAIT_REQUEST)  # the oldest, but it has a request in progress
@@ -91,7 +91,7 @@ def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Ha
     assert idle[0].answers()[0].status == 200
 
 
-def test_slow_readers_make_room_after_a_while(start: Start) -> None:
+def test_slow_readers_make_room_after_a_while(start: Start):
     server = start(connections=2)
     slow = [server.connect("many") for _ in range(2)]
     for connection in slow:
@@ -102,7 +102,7 @@ def test_slow_readers_make_room_after_a_while(start: Start) -> None:
     assert is_served(server, "other") and [c.is_open for c in slow] == [False, True]
 
 
-def test_connections_of_a_peer(start: Start, handler: Handler) -> None:
+def test_connections_of_a_peer(start: Start, handler: Handler):
     server = start(connections_per_peer=2)
     busy = [server.connect("many") for _ in range(2)]
     for connection in busy:
@@ -114,7 +114,7 @@ def test_connections_of_a_peer(start: Start, handler: Handler) -> None:
     assert [connection.is_open for connection in busy] == [False, True]
 
 
-def test_connections_of_an_organisation(start: Start) -> None:
+def test_connections_of_an_organisation(start: Start):
     server = start(connections_per_organisation=2)
     first = server.connect("acme/a")
     assert is_served(server, "acme/b") and not server.connect("acme/c").is_open
@@ -124,7 +124,7 @@ def test_connections_of_an_organisation(start: Start) -> None:
     assert is_served(server, "acme/c")
 
 
-def test_handshakes_of_an_address(start: Start) -> None:
+def test_handshakes_of_an_address(start: Start):
     """They are bounded for each address, and a new one takes the place of the oldest."""
     server = start(handshakes_per_address=2, handshake_s=5.0)
     other = server.knock("10.0.0.2")
@@ -138,7 +138,7 @@ def test_handshakes_of_an_address(start: Start) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_requests_in_flight(start: Start, handler: Handler, own: bool) -> None:
+def test_requests_in_flight(start: Start, handler: Handler, own: bool):
     """Of a peer, and of an organisation whose members are several."""
     server = start(**{"requests_per_peer" if own else "requests_per_organisation": 2})
     connections = [server.connect(f"acme/{'a' if own else name}") for name in "abc"]
@@ -155,7 +155,7 @@ def test_requests_in_flight(start: Start, handler: Handler, own: bool) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_rate_of_requests(start: Start, own: bool) -> None:
+def test_rate_of_requests(start: Start, own: bool):
     server = start(**{"requests_per_s" if own else "organisation_requests_per_s": 2})
     connections = [server.connect(f"acme/{name}") for name in "ab"]
     asking = [connections[0 if own else number % 2] for number in range(5)]
@@ -169,7 +169,7 @@ def test_rate_of_requests(start: Start, own: bool) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nothing/here", "/"])
-def test_refusals_beyond_their_rate_are_answered_later(start: Start, path: str) -> None:
+def test_refusals_beyond_their_rate_are_answered_later(start: Start, path: str):
     """Those of a handler, and those of a limit; others are served meanwhile."""
     server = start(refusals_per_s=10, **({} if path != "/" else {"requests_per_s": 1e-3}))
     flood = server.connect("flood")
@@ -185,7 +185,7 @@ def test_refusals_beyond_their_rate_are_answered_later(start: Start, path: str) 
     assert len(flood.answers()) == 5
 
 
-def test_a_role_is_checked_before_the_body_is_read() -> None:
+def test_a_role_is_checked_before_the_body_is_read():
     app, bodies = make_app("test"), []
 
     async def take(request: HttpRequest) -> Response:
@@ -207,7 +207,7 @@ def test_a_role_is_checked_before_the_body_is_read() -> None:
     assert bodies == [b'{"n":1}'] and [kind for kind, _ in members.events] == ["refused"] * 2
 
 
-def test_the_revoked_are_refused_and_cut(start: Start) -> None:
+def test_the_revoked_are_refused_and_cut(start: Start):
     members = Members()
     server = start(members)
     connections = [server.connect(name) for name in ("good", "thief")]
@@ -219,7 +219,7 @@ def test_the_revoked_are_refused_and_cut(start: Start) -> None:
     assert [kind for kind, _ in members.events] == ["refused", "cut"]
 
 
-def test_a_server_that_stops_takes_no_request_and_no_connection(start: Start) -> None:
+def test_a_server_that_stops_takes_no_request_and_no_connection(start: Start):
     server = start()
     connection = server.connect("a")
     server.core.is_draining = True
@@ -228,7 +228,7 @@ def test_a_server_that_stops_takes_no_request_and_no_connection(start: Start) ->
     assert not server.connect("b").is_open
 
 
-def test_requests_sent_at_once_are_all_answered(start: Start) -> None:
+def test_requests_sent_at_once_are_all_answered(start: Start):
     """In one packet, in packets of a byte, and with a body that ends beside the next head."""
     connection, item = start().connect("a"), b"POST /%d HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
     connection.send(b"".join(item % i for i in range(16)))
@@ -249,7 +249,7 @@ def test_requests_sent_at_once_are_all_answered(start: Start) -> None:
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n", 70.0),
     ],
 )
-def test_who_rests_or_drips_is_cut(start: Start, head: bytes, piece: bytes, cut_s: float) -> None:
+def test_who_rests_or_drips_is_cut(start: Start, head: bytes, piece: bytes, cut_s: float):
     server = start()
     slow = server.connect("slow")
     slow.send(head)
@@ -261,7 +261,7 @@ def test_who_rests_or_drips_is_cut(start: Start, head: bytes, piece: bytes, cut_
 
 
 @pytest.mark.parametrize("path", [b"file", b"memory", b"large"])
-def test_who_reads_nothing_is_cut(start: Start, path: bytes) -> None:
+def test_who_reads_nothing_is_cut(start: Start, path: bytes):
     """Amid a file, and behind answers to requests that it goes on sending; who reads a little now and then is not."""
     server = start(send_s=8.0)
     nothing, slowly = (server.connect(name) for name in ("nothing", "slowly"))
@@ -279,7 +279,7 @@ def test_who_reads_nothing_is_cut(start: Start, path: bytes) -> None:
     assert got > 8 * LARGE
 
 
-def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monkeypatch: pytest.MonkeyPatch):
     """Who reads nothing and hangs up is charged for what was sent; where no quota is left the connection ends."""
     monkeypatch.setattr(app, "CHARGE_BYTES", LARGE)
     server = start()
@@ -299,7 +299,7 @@ def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monk
     assert handler.charged == handler.quota
 
 
-def test_a_server_that_was_slow_itself_cuts_no_client(start: Start) -> None:
+def test_a_server_that_was_slow_itself_cuts_no_client(start: Start):
     """Its loop stands still for longer than a handshake and a head may take, while their rest is in the socket."""
     server = start()
     late, stranger = server.connect("late"), server.knock()
@@ -314,7 +314,7 @@ def test_a_server_that_was_slow_itself_cuts_no_client(start: Start) -> None:
     assert late.answers()[0].status == 200 and not stranger.done()
 
 
-def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start: Start, monkeypatch: pytest.MonkeyPatch):
     server = start()
     busy, late = server.connect("busy"), server.connect("late")
     late.send(b"GET / HTTP/1.1\r\n")
@@ -343,7 +343,7 @@ def open_server(start: Start, **limits: float) -> MemoryServer:
     return server
 
 
-def test_bodies_that_are_too_long_or_waited_for_are_answered_without_them(start: Start) -> None:
+def test_bodies_that_are_too_long_or_waited_for_are_answered_without_them(start: Start):
     server = open_server(start)
     long, waiting = server.connect(), server.connect()
     for length in (1 << 30, 1 << 63):
@@ -357,7 +357,7 @@ def test_bodies_that_are_too_long_or_waited_for_are_answered_without_them(start:
     assert waiting.answers()[0].json()["bytes"] == 3
 
 
-def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: Start) -> None:
+def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: Start):
     server = open_server(start, requests_per_peer=4, connections_per_peer=16)
     unfinished = [server.connect() for _ in range(40)]
     for connection in unfinished:
@@ -378,7 +378,7 @@ def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: 
         ("::ffff:10.1.2.3", "10.1.2.4", "10.1.3.3"),
     ],
 )
-def test_limits_of_an_address_and_of_its_network(start: Start, address: str, neighbour: str, other: str) -> None:
+def test_limits_of_an_address_and_of_its_network(start: Start, address: str, neighbour: str, other: str):
     server = open_server(start, requests_per_s=2, organisation_requests_per_s=3)
 
     def num_served(address: str, num: int) -> int:
@@ -387,7 +387,7 @@ def test_limits_of_an_address_and_of_its_network(start: Start, address: str, nei
     assert [num_served(address, 5), num_served(neighbour, 5), num_served(other, 5)] == [4, 2, 4]
 
 
-def test_in_a_full_house_the_network_with_most_makes_room(start: Start) -> None:
+def test_in_a_full_house_the_network_with_most_makes_room(start: Start):
     server = open_server(start, connections=8)
     crowd = [server.connect(address=f"10.0.0.{number}") for number in range(8)]
     others = [server.connect(address=f"10.0.{number}.1") for number in range(1, 5)]
@@ -395,14 +395,14 @@ def test_in_a_full_house_the_network_with_most_makes_room(start: Start) -> None:
     assert [connection.is_open for connection in crowd] == [False] * 4 + [True] * 4
 
 
-def test_addresses_of_a_64_share_their_handshakes(start: Start) -> None:
+def test_addresses_of_a_64_share_their_handshakes(start: Start):
     server = start(handshakes_per_address=2)
     tasks = [server.knock(f"2001:db8::{number}") for number in range(1, 5)]
     assert [task.cancelled() for task in tasks] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
-def test_a_rate_of_bytes_of_bodies(start: Start, head: bytes) -> None:
+def test_a_rate_of_bytes_of_bodies(start: Start, head: bytes):
     server = start(body_bytes_per_s=1e6)
     body = b"x" * 1_000_000
     if b"chunked" in head:
@@ -424,7 +424,7 @@ def received_after(server: MemoryServer, connections: list[MemoryConnection], se
 
 
 @pytest.mark.parametrize("name", ["upload_bytes_per_s", "bytes_per_s", "organisation_bytes_per_s"])
-def test_rates_of_bytes(start: Start, name: str) -> None:
+def test_rates_of_bytes(start: Start, name: str):
     server = start(**{name: 1e6})
     connections = [server.connect(f"acme/{member}") for member in ("aa" if name == "bytes_per_s" else "ab")]
     for connection in connections:
@@ -434,7 +434,7 @@ def test_rates_of_bytes(start: Start, name: str) -> None:
     assert abs(received_after(server, connections, 1.0) - burst - 2e6) < 600_000
 
 
-def test_a_task_that_fails_goes_on(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_that_fails_goes_on(start: Start, caplog: pytest.LogCaptureFixture):
     server, runs = start(), []
 
     async def work():

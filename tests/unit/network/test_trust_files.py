@@ -37,7 +37,7 @@ def open_to_others(folder: Path) -> list[str]:
     )
 
 
-def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
+def test_state_is_private(tmp_path: Path, make_identity: Make):
     state = tmp_path / "state"
     lock_state(state).release()
     database = _open_database(state / "journal.sqlite")
@@ -57,7 +57,7 @@ def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     roster._database.close()
 
 
-def test_directories_of_keys_are_private(tmp_path: Path) -> None:
+def test_directories_of_keys_are_private(tmp_path: Path):
     create_network(tmp_path / "net", "n")
     create_organisation(tmp_path / "net", tmp_path / "org", "o")
     node = join(tmp_path / "org", tmp_path / "deep" / "node", "node")
@@ -70,7 +70,7 @@ def test_directories_of_keys_are_private(tmp_path: Path) -> None:
 
 def test_a_token_comes_from_a_file_or_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     (tmp_path / "token").write_text("forebay1.none\n")
     assert main(f"network join {tmp_path}/n --name n --token {tmp_path}/token".split()) == 1
     assert "token: expected" in capsys.readouterr().err
@@ -82,13 +82,13 @@ def test_a_token_comes_from_a_file_or_standard_input(
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
-def test_days_are_above_zero(text: str) -> None:
+def test_days_are_above_zero(text: str):
     assert days("0.5") == 0.5
     with pytest.raises(argparse.ArgumentTypeError, match="days above zero"):
         days(text)
 
 
-def test_the_commands_of_a_networks_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_a_networks_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """init, join, revoke, show, renew: as they are typed."""
     net, node = tmp_path / "net", tmp_path / "node"
     assert main(f"network init {net}".split()) == 0

@@ -81,7 +81,7 @@ def job(tmp_path: Path, dataset: Dataset) -> Job:
     return open_index(tmp_path / "ledger.jsonl"), seen
 
 
-def test_every_step_of_every_worker_is_found(job: Job, dataset: Dataset) -> None:
+def test_every_step_of_every_worker_is_found(job: Job, dataset: Dataset):
     index, seen = job
     documents = Documents(dataset)
     for (name, step), samples in seen.items():
@@ -97,7 +97,7 @@ def test_every_step_of_every_worker_is_found(job: Job, dataset: Dataset) -> None
             blame_step(index, step, worker=worker)
 
 
-def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path: Path, dataset: Dataset) -> None:
+def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path: Path, dataset: Dataset):
     seen = train(tmp_path / "ledger.jsonl", dataset, one_worker=True)
     index = open_index(tmp_path / "ledger.jsonl")
     assert len(index.workers) == 1
@@ -106,7 +106,7 @@ def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path: Path, da
         assert part.exact and part.samples == samples
 
 
-def test_whoever_saw_a_document_is_found(job: Job, dataset: Dataset) -> None:
+def test_whoever_saw_a_document_is_found(job: Job, dataset: Dataset):
     index, seen = job
     documents = Documents(dataset)
     bases = np.cumsum(index.job.samples) - index.job.samples
@@ -133,7 +133,7 @@ def test_whoever_saw_a_document_is_found(job: Job, dataset: Dataset) -> None:
         who_saw(index, 3, 0, 1)
 
 
-def test_all_tables_say_the_same(job: Job, tmp_path: Path) -> None:
+def test_all_tables_say_the_same(job: Job, tmp_path: Path):
     index, seen = job
     for form in ("jsonl", "parquet"):
         assert export_uses(index, tmp_path / form, form, sample_ids=True) == len(index.uses)
@@ -155,7 +155,7 @@ def write_roster(directory: Path, rows: list[Stepped]) -> None:
     roster.close()
 
 
-def test_the_coordinators_log_is_proved(tmp_path: Path) -> None:
+def test_the_coordinators_log_is_proved(tmp_path: Path):
     full = [Stepped(1, 0, 4, 0, 4), Stepped(1, 4, 9, 16, 4), Stepped(2, 6, 20, 24, 4)]
     write_roster(tmp_path / "a", full)
     report = verify_steps(tmp_path / "a")

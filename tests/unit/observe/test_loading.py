@@ -21,21 +21,19 @@ def folder(tmp_path: Path) -> Path:
     return make_dataset(tmp_path / "small", 3, 100, 10)
 
 
-def test_progress_gives_every_batch_and_is_silent_without_a_terminal(
-    folder: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_progress_gives_every_batch_and_is_silent_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture):
     assert sum(len(batch) for batch in progress(Loader(folder, seq_len=10, batch_size=7))) == 300
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_words_of_a_stretch() -> None:
+def test_the_words_of_a_stretch():
     before = {"tokens": 0.0, "samples": 0.0, **{f"{cause}_s": 0.0 for cause in CAUSES}}
     after = {**before, "tokens": 302_000.0, "samples": 10.0, "network_s": 0.5, "disk_s": 0.1}
     assert words(before, after, 2.0) == "151 k tokens/s, waits 30 % (network)"
     assert words(before, {**before, "samples": 10.0}, 2.0) == "5 samples/s, never waits"
 
 
-def test_metrics_are_served(folder: Path) -> None:
+def test_metrics_are_served(folder: Path):
     loader = Loader(folder, seq_len=10, batch_size=7, rank=0, world_size=1)
     with forebay.serve_dashboard(loader) as page:
         assert sum(len(batch) for batch in loader) == 300
@@ -47,7 +45,7 @@ def test_metrics_are_served(folder: Path) -> None:
         assert f'forebay_loader_wait_seconds_total{{cause="{cause}",rank="0"}}' in text
 
 
-def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
+def test_a_wait_goes_to_network_then_disk_then_the_rest():
     waits = WaitTimes(lambda: 1.0)
     waits.asked_at = 0.0
     waits.end((0.0, 0.5, 0.2, 0.1, 0.0), 0.0)
@@ -58,7 +56,7 @@ def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
     assert waits.seconds["network"] == 1.5 and waits.seconds["queue"] == 0
 
 
-def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture):
     now = 0.0
     waits = WaitTimes(lambda: now, every_s=30.0)
     waits.seconds["network"] = 20.0
@@ -72,12 +70,12 @@ def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.L
     assert waits.check(90.0) is None
 
 
-def test_little_waiting_is_no_bottleneck() -> None:
+def test_little_waiting_is_no_bottleneck():
     assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
     assert find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0).cause == "disk"
 
 
-def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path) -> None:
+def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path):
     loader = Loader(folder, seq_len=10, batch_size=10, epochs=2)
     calls = []
     loader.add_callback(lambda metrics, step: calls.append((metrics, step)), every_steps=20)
@@ -88,7 +86,7 @@ def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path) -> N
     assert [metrics["epoch"] for metrics, _ in calls] == [0, 1, 2]
 
 
-def test_callbacks_of_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_of_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch):
     logged = []
     run = SimpleNamespace(log=lambda metrics, step: logged.append(("wandb", metrics["data/tokens"], step)))
     writer = SimpleNamespace(add_scalar=lambda name, value, step: logged.append((name, value, step)))

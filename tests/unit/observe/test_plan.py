@@ -28,7 +28,7 @@ def job(num_slices: int = 10, size: int = 200 * GB, seq_len: int = 2048, batch: 
 # --- figures that were published
 
 
-def test_a_slice_of_215_gb_in_20_minutes_needs_179_mb_a_second() -> None:
+def test_a_slice_of_215_gb_in_20_minutes_needs_179_mb_a_second():
     steps = 215 * GB // 2 // 2048 // 512
     plan = make_plan(job(size=215 * GB, step_s=1200 / steps, bandwidth=125e6))
     assert plan.slice_fetch_s == pytest.approx(1720, abs=1)  # 28.7 minutes at 1 Gb/s
@@ -40,7 +40,7 @@ def test_a_slice_of_215_gb_in_20_minutes_needs_179_mb_a_second() -> None:
     assert any("training waits" in text for text in plan.warnings)
 
 
-def test_two_terabytes_need_a_few_hundred_megabytes_of_disk() -> None:
+def test_two_terabytes_need_a_few_hundred_megabytes_of_disk():
     """Whatever the size of slices: open are windows, and not slices."""
     plan = make_plan(job())
     assert plan.ok and plan.disk.open_bytes < plan.disk.next_bytes < 700 << 20
@@ -54,7 +54,7 @@ def test_two_terabytes_need_a_few_hundred_megabytes_of_disk() -> None:
 # --- refusals and warnings
 
 
-def test_a_cache_in_memory_needs_memory() -> None:
+def test_a_cache_in_memory_needs_memory():
     full = make_plan(job(whole_in_memory=True, volume_bytes=2500 * GB, mem_bytes=64 * GB, cache_bytes=2001 * GB))
     assert not full.ok and "cache='ram'" in full.refused[-1] and full.to_json()["fits_memory"] is False
     for num_slices in (2, 1000, 100_000):  # What a plan proposes fits.
@@ -62,7 +62,7 @@ def test_a_cache_in_memory_needs_memory() -> None:
         assert plan.ok and plan.cache_bytes + plan.memory_bytes <= 25 * GB
 
 
-def test_a_volume_smaller_than_the_cache_is_refused() -> None:
+def test_a_volume_smaller_than_the_cache_is_refused():
     plan = make_plan(job(cache_bytes=900 * GB, volume_bytes=850 * GB, lanes=1))
     assert not plan.ok and plan.refused[0].startswith("disk: expected space for the cache")
 
@@ -76,18 +76,18 @@ def test_a_volume_smaller_than_the_cache_is_refused() -> None:
         ({"mem_bytes": 110 << 20}, "the loader takes"),
     ],
 )
-def test_what_is_below_what_such_runs_have_is_said(settings: dict, warned: str) -> None:
+def test_what_is_below_what_such_runs_have_is_said(settings: dict, warned: str):
     assert not any(warned in text for text in make_plan(job()).warnings)
     assert any(warned in text for text in make_plan(job(**settings)).warnings)
 
 
-def test_a_batch_that_cannot_be_is_refused() -> None:
+def test_a_batch_that_cannot_be_is_refused():
     plan = make_plan(job(mem_bytes=64 << 20))
     assert "not even a batch of one sample fits" in plan.refused[0] and not any("batch_size" in a for a in plan.advice)
     assert "expected a sample for each of 8 ranks, got 4" in make_plan(job(batch=4, world_size=8)).refused[0]
 
 
-def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.CaptureFixture[str]):
     command = ["plan", "--shards", "--bytes", "2TB", "--slice-bytes", "215GB", "--bandwidth", "1Gb/s", "--json"]
     assert main([*command, "--disk", "750GB"]) == 0
     reported = json.loads(capsys.readouterr().out)
@@ -104,14 +104,14 @@ def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.Captu
     assert main(["plan", "--shards", "--bytes", "2TB"]) == 2
 
 
-def test_the_largest_batch_fits_the_memory_and_one_more_does_not() -> None:
+def test_the_largest_batch_fits_the_memory_and_one_more_does_not():
     plan = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2))
     fitting = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2, batch=4 * plan.largest_batch))
     larger = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2, batch=4 * plan.largest_batch + 4))
     assert fitting.memory_bytes <= 4 * GB < larger.memory_bytes
 
 
-def test_a_thousand_ranks_share_a_dataset_evenly() -> None:
+def test_a_thousand_ranks_share_a_dataset_evenly():
     plan = make_plan(job(1000, 2 * GB, batch=1000, world_size=1000))
     assert plan.ok and plan.fetch_ratio < 1.01 and plan.disk.num_lanes == 1
     for batch in (1024, 2000, 4096):  # Not divided by the ranks.
@@ -120,7 +120,7 @@ def test_a_thousand_ranks_share_a_dataset_evenly() -> None:
     assert high - low <= -(-997 * 64 // 1024)  # One a step.
 
 
-def test_a_run_that_fetches_the_dataset_several_times_is_refused_with_advice_that_works() -> None:
+def test_a_run_that_fetches_the_dataset_several_times_is_refused_with_advice_that_works():
     nodes = partial(job, 1000, 2 * GB, lanes=64, world_size=1000, batch=1000)
     (refused,) = make_plan(nodes()).refused
     assert "1000 nodes with caches of their own, 1 rank each" in refused and "the default lanes (1 times)" in refused
@@ -132,7 +132,7 @@ WEIGHTS = Weights(((0, (0.899, 0.1, 0.001)),))
 
 
 @pytest.mark.parametrize("nodes, batch", [(8, 64), (64, 512), (512, 2048), (7, 100)])
-def test_nodes_fetch_each_dataset_of_a_mixture_once(nodes: int, batch: int) -> None:
+def test_nodes_fetch_each_dataset_of_a_mixture_once(nodes: int, batch: int):
     plan = make_plan(RunSpec(MIXED, batch, 2048, WEIGHTS, world_size=nodes))
     assert plan.ok and not plan.warnings and max(plan.fetch_ratios) < 1.1
 
@@ -148,7 +148,7 @@ def test_nodes_fetch_each_dataset_of_a_mixture_once(nodes: int, batch: int) -> N
         {"batch": 512, "cache_bytes": 100 << 20, "mixed": True},
     ],
 )
-def test_advice_is_what_the_same_check_says_of_it(settings: dict) -> None:
+def test_advice_is_what_the_same_check_says_of_it(settings: dict):
     """For one dataset and for a mixture, any number of nodes and any cache."""
     datasets, weights = (MIXED, WEIGHTS) if settings.pop("mixed", False) else (MIXED[:1], None)
     spec = RunSpec(datasets, settings.pop("batch"), 2048, weights, **settings)
@@ -163,16 +163,14 @@ def test_advice_is_what_the_same_check_says_of_it(settings: dict) -> None:
     assert advised
 
 
-def test_wrong_arguments_are_said_so() -> None:
+def test_wrong_arguments_are_said_so():
     with pytest.raises(UsageError, match="divisor"):
         make_plan(job(world_size=8, ranks_per_node=3))
     with pytest.raises(UsageError, match="expected samples"):
         make_plan(job(size=100))
 
 
-def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     dataset = make_dataset(tmp_path / "data", 8, 64, 256)
     common = f"plan {dataset} --seq-len 256 --global-batch-size 8 --bandwidth 1Gb/s --step-s 0.1".split()
     assert main([*common, *f"--json --disk {tmp_path} --memory 8GB".split()]) == 0
@@ -201,11 +199,11 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     "text, rate",
     [("1Gb/s", 125e6), ("10 Gbit/s", 1.25e9), ("179MB/s", 179e6), ("100MiB/s", 100 << 20), ("2.5Gbps", 312.5e6)],
 )
-def test_rates(text: str, rate: float) -> None:
+def test_rates(text: str, rate: float):
     assert parse_rate(text) == rate
 
 
-def test_what_is_no_rate() -> None:
+def test_what_is_no_rate():
     for text in ("1G", "fast", "0Gb/s", "1 ib/s", "-1MB/s"):
         with pytest.raises(UsageError, match="rate"):
             parse_rate(text)

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_shows_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -32,7 +32,7 @@ def test_a_bar_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "filter" in shown and "slice" in shown
 
 
-def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
     monkeypatch.setattr(progress, "LINE_S", 0.0)
@@ -43,7 +43,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\r" not in plain.getvalue()
 
 
-def test_values_as_a_person_reads_them() -> None:
+def test_values_as_a_person_reads_them():
     assert [plain(value) for value in ({}, [], None, {"a": 1}, 12345, True, 0.5)] == [
         "none", "none", "none", "a 1", "12,345", "yes", "0.5",
     ]  # fmt: skip

@@ -21,7 +21,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path: Path) -> None:
+def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path: Path):
     record = RunRecord(tmp_path, interval_s=1.0, max_bytes=20_000)
     for moment in range(3000):
         record.add(view(float(moment)))
@@ -32,14 +32,14 @@ def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path: Path) -> None
     assert max(gaps) <= 2.5 * min(gaps)
 
 
-def test_views_that_follow_too_soon_are_not_written(tmp_path: Path) -> None:
+def test_views_that_follow_too_soon_are_not_written(tmp_path: Path):
     record = RunRecord(tmp_path, interval_s=2.0)
     for tenth in range(100):
         record.add(view(tenth / 10))
     assert len(RecordReader(tmp_path).times()) in (5, 6)
 
 
-def test_ranks_share_a_folder_and_are_merged(tmp_path: Path) -> None:
+def test_ranks_share_a_folder_and_are_merged(tmp_path: Path):
     for rank in range(3):
         record = RunRecord(tmp_path, f"rank-{rank}")
         for moment in (10.0, 20.0, 30.0):
@@ -53,7 +53,7 @@ def test_ranks_share_a_folder_and_are_merged(tmp_path: Path) -> None:
     assert reader.latest()["at"] == pytest.approx(30.2)
 
 
-def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path: Path) -> None:
+def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path: Path):
     record = RunRecord(tmp_path)
     record.add(view(1.0))
     with record.path.open("ab") as file:
@@ -68,7 +68,7 @@ def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path: 
     ]
 
 
-def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_path: Path):
     with pytest.raises(UsageError, match="expected a folder with the record of a run"):
         RecordReader(tmp_path)
     (tmp_path / "file").write_text("")
@@ -84,7 +84,7 @@ def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_p
 )
 def test_a_record_of_another_shape_is_one_line_of_error(
     line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     (tmp_path / "x.views.jsonl").write_bytes(line + b"\n")
     assert main(["top", str(tmp_path)]) == 1
     error = capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_a_record_of_another_shape_is_one_line_of_error(
 
 
 @given(st.dictionaries(st.sampled_from(["samples_used", "members", "workers", "providers", "name", "peers"]), JSON))
-def test_a_node_that_answers_anything_is_a_protocol_error_or_a_view(status: dict) -> None:
+def test_a_node_that_answers_anything_is_a_protocol_error_or_a_view(status: dict):
     source = NodeSource("127.0.0.1:1", lambda address: status)
     with contextlib.suppress(ProtocolError):
         assert isinstance(source.poll(), dict)

@@ -69,13 +69,13 @@ def vectors() -> dict:
     }
 
 
-def test_golden_vectors() -> None:
+def test_golden_vectors():
     golden = json.loads((GOLDEN / "order_v5.json").read_text())
     assert {**vectors(), "mixture": golden["mixture"]} == golden
 
 
 @given(st.integers(1, 3000), st.integers())
-def test_permute_is_a_bijection_and_inverse_undoes_it(n: int, seed: int) -> None:
+def test_permute_is_a_bijection_and_inverse_undoes_it(n: int, seed: int):
     index = np.arange(n, dtype=np.uint64)
     key = derive_key(seed)
     sent = permute(index, n, key)
@@ -83,7 +83,7 @@ def test_permute_is_a_bijection_and_inverse_undoes_it(n: int, seed: int) -> None
     assert np.array_equal(inverse(sent, n, key), index)
 
 
-def test_shapes_and_wrong_arguments() -> None:
+def test_shapes_and_wrong_arguments():
     key = derive_key(0)
     assert permute(np.zeros((2, 3), np.uint64), 1, key).shape == (2, 3)
     assert permute(np.empty(0, np.uint64), 5, key).shape == (0,)
@@ -98,7 +98,7 @@ def test_shapes_and_wrong_arguments() -> None:
 
 
 @given(orders, st.integers(0, 3))
-def test_promise_bounded(order: Order, epoch: int) -> None:
+def test_promise_bounded(order: Order, epoch: int):
     """A sample is read within a window of where its lane comes to it."""
     positions = np.arange(order.num_samples)
     slices, samples = order.samples_at(epoch, positions)
@@ -111,7 +111,7 @@ def test_promise_bounded(order: Order, epoch: int) -> None:
 # The rest.
 
 
-def test_drop_last_and_default_lanes() -> None:
+def test_drop_last_and_default_lanes():
     assert Order(np.array([11]), 0, 4, drop_last=True).steps_per_epoch == 2
     large, small, format1 = 10**9, 10**5, SampleSize(4096.0, 64 << 20)
     batches = (7, 512, 4096, 5000, 97 * 89)
@@ -121,7 +121,7 @@ def test_drop_last_and_default_lanes() -> None:
     assert [default_lanes(b, 16384 * 100, format1) for b in (1, 16, 64, 1024)] == [1, 16, 16, 16]
 
 
-def test_samples_per_slice() -> None:
+def test_samples_per_slice():
     assert samples_per_slice(np.array([7, 8, 17]), 8).tolist() == [0, 1, 2]
     assert samples_per_slice(np.array([7, 8]), None, "rows").tolist() == [7, 8]
     for seq_len, layout in ((0, "tokens"), (None, "tokens"), (True, "tokens"), (4, "other")):
@@ -130,7 +130,7 @@ def test_samples_per_slice() -> None:
 
 
 @given(st.integers(1, 500), st.data())
-def test_lease_order_goes_on_where_another_stopped(num_samples: int, data: st.DataObject) -> None:
+def test_lease_order_goes_on_where_another_stopped(num_samples: int, data: st.DataObject):
     cut = data.draw(st.integers(0, num_samples))
     parts = [lease_order(1, 2, 3, num_samples, 0, cut), lease_order(1, 2, 3, num_samples, cut, num_samples)]
     full = lease_order(1, 2, 3, num_samples, 0, num_samples)
@@ -140,7 +140,7 @@ def test_lease_order_goes_on_where_another_stopped(num_samples: int, data: st.Da
         lease_order(1, 2, 3, num_samples, 0, num_samples + 1)
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     with pytest.raises(UsageError):
         Order(np.array([10]), 0, 4).epoch_at(-1)
     for batch, lanes in ((0, None), (4, 0)):

@@ -28,12 +28,12 @@ from forebay.order.shard_windows import (
         (455 * 7, None, {7: 13}, 13),
     ],
 )
-def test_the_shard_of_a_step(step: int, reset: int | None, remap: dict[int, int], expected: int) -> None:
+def test_the_shard_of_a_step(step: int, reset: int | None, remap: dict[int, int], expected: int):
     assert shard_of_step(step, 14, 455, reset, remap) == expected
 
 
 @given(st.integers(0, 3000), st.integers(1, 50), st.none() | st.integers(0, 2000))
-def test_a_shard_lasts_until_its_next_step(step: int, steps: int, reset: int | None) -> None:
+def test_a_shard_lasts_until_its_next_step(step: int, steps: int, reset: int | None):
     turn, first = shard_turn(step, steps, reset)
     after = next_shard_step(step, steps, reset)
     assert first <= step < after <= first + steps
@@ -41,7 +41,7 @@ def test_a_shard_lasts_until_its_next_step(step: int, steps: int, reset: int | N
     assert shard_turn(after, steps, reset)[1] == after
 
 
-def test_out_of_range_is_refused() -> None:
+def test_out_of_range_is_refused():
     for arguments in [(-1, 4, 455, 0), (0, 0, 455, 0), (0, 4, 0, 0), (0, 4, 455, -1)]:
         with pytest.raises(UsageError):
             shard_of_step(*arguments, {})
@@ -50,7 +50,7 @@ def test_out_of_range_is_refused() -> None:
             window_sample_ids(**{"uid": 1, "window": 1, "dataset_len": 100, "steps": 2, "batch": 4, **wrong})
 
 
-def test_the_published_draw() -> None:
+def test_the_published_draw():
     """If this fails after an update of NumPy, NumPy changed its stream: pin the older one for `compat`."""
     assert window_seed(7, 123) == 6999982
     drawn = [51178, 30906, 68256, 76622, 36645, 13070, 75981, 77190]
@@ -61,14 +61,14 @@ def test_the_published_draw() -> None:
         assert window_sample_ids(7, 123, 100_000, 30, 1024, rank, 3).tolist() == full[rank::3].tolist()
 
 
-def test_the_published_receipt() -> None:
+def test_the_published_receipt():
     assert receipt(np.array([1, 2, 3], np.uint64)) == ("abccad42d03c940bc2b249bf5a4e1e3d", 3)
     assert receipt(np.array([3, 1, 2], np.uint64)) == receipt(np.array([1, 2, 3], np.uint64))
     assert receipt(np.array([1, 2, 2], np.uint64))[1] == 3
 
 
 @given(st.integers(1, 100), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4), st.integers(0, 9))
-def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: int, world: int, first: int) -> None:
+def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: int, world: int, first: int):
     count = steps * batch
     settings = {"mode": "forebay", "first_window": first}
     windows = range(first, first - (-2 * size // count))
@@ -82,7 +82,7 @@ def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: 
     assert sorted(full[:size]) == sorted(full[size : 2 * size]) == list(range(size))
 
 
-def test_our_windows_follow_from_their_uid_seed_and_shard() -> None:
+def test_our_windows_follow_from_their_uid_seed_and_shard():
     def draw(**other):
         settings = {"uid": 1, "window": 9, "dataset_len": 5000, "steps": 2, "batch": 16, "seed": 42, "first_window": 5}
         return window_sample_ids(**{**settings, **other}, mode="forebay").tolist()

@@ -38,7 +38,7 @@ def texts(records: list[Record]) -> list[str]:
     return [record.text for record in records if not record.problem]
 
 
-def test_a_damaged_member_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_damaged_member_costs_itself_alone(tmp_path: Path):
     members = [gzip.compress(warc_record(f"text {i} ".encode() * 500), mtime=0) for i in range(5)]
     for index in (0, 2, 4):
         for position in (12, len(members[index]) // 2, len(members[index]) - 6):  # deflate data, and the checksum
@@ -53,14 +53,14 @@ def test_a_damaged_member_costs_itself_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [0, 5, 40, 10_000, None])
-def test_wrong_lengths(tmp_path: Path, length: int | None, packed: bool) -> None:
+def test_wrong_lengths(tmp_path: Path, length: int | None, packed: bool):
     data = warc_record(b"the first text", length=length) + warc_record(b"the second")
     path = tmp_path / ("a.warc.gz" if packed else "a.warc")
     path.write_bytes(gzip.compress(data) if packed else data)
     assert texts(documents(path)) == ["the first text", "the second"]
 
 
-def test_caps(tmp_path: Path) -> None:
+def test_caps(tmp_path: Path):
     bomb = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\n\r\n"
     bomb += gzip.compress(b"<html>" + b"a" * 3_000_000)
     path = tmp_path / "a.warc"
@@ -72,7 +72,7 @@ def test_caps(tmp_path: Path) -> None:
     assert texts(result) == ["after"]
 
 
-def test_character_sets() -> None:
+def test_character_sets():
     text = "naïve café – Ελληνικά"
     assert body_text(text.encode(), "iso-8859-1", True) == text  # valid UTF-8 is believed before a header
     assert body_text("café".encode("latin-1"), "iso-8859-1", True) == "café"
@@ -80,7 +80,7 @@ def test_character_sets() -> None:
     assert body_text("日本語".encode("iso-2022-jp"), "iso-2022-jp", False) == "日本語"
 
 
-def test_arc_versions(tmp_path: Path) -> None:
+def test_arc_versions(tmp_path: Path):
     head = b"filedesc://a.arc 0.0.0.0 20080430204825 text/plain 3\nabc\n"
     body = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>hello"
     item = b"http://a.b/with a blank 1.2.3.4 20080430204825 text/html %d\n%s\n" % (len(body), body)
@@ -100,7 +100,7 @@ def test_arc_versions(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=400), st.integers(0, 3), st.booleans())
-def test_no_garbage_hides_what_follows(garbage: bytes, index: int, packed: bool) -> None:
+def test_no_garbage_hides_what_follows(garbage: bytes, index: int, packed: bool):
     if b"WARC/" in garbage or b"\x1f\x8b" in garbage:
         return
     parts = [gzip.compress(warc_record(b"text %d" % i)) if packed else warc_record(b"text %d" % i) for i in range(3)]
@@ -112,7 +112,7 @@ def test_no_garbage_hides_what_follows(garbage: bytes, index: int, packed: bool)
     assert [text[:6] for text in texts(result)] == ["text 0", "text 1", "text 2"]
 
 
-def test_hostile_archives_are_read(tmp_path: Path) -> None:
+def test_hostile_archives_are_read(tmp_path: Path):
     path = tmp_path / "a.warc"
     for part in (
         b"WARC/1.0\r\n",
@@ -134,7 +134,7 @@ def response(body: str, mime: str, url: str, status: int = 200) -> bytes:
     return warc_record(block, "response", "application/http; msgtype=response", url=url)
 
 
-def test_files_for_programs_are_no_documents(tmp_path: Path) -> None:
+def test_files_for_programs_are_no_documents(tmp_path: Path):
     page = "<html><body><p>A page.</p></body></html>"
     retained = [("http://a/page", "text/html"), ("http://a/notes.txt", "text/plain"), ("http://a/x.xml", "text/html"),
             ("http://a/about/robots", "text/plain"), ("http://a/p?f=x.htc", "text/html")]  # fmt: skip
@@ -147,7 +147,7 @@ def test_files_for_programs_are_no_documents(tmp_path: Path) -> None:
     assert [record.url for record in documents(path)] == [url for url, _ in retained]
 
 
-def test_an_archive_without_documents_says_what_it_has(tmp_path: Path) -> None:
+def test_an_archive_without_documents_says_what_it_has(tmp_path: Path):
     parts = [response("x", "image/png", "http://a/"), response("x", "text/html", "http://b/", 404)] * 2
     (tmp_path / "a.warc").write_bytes(b"".join([*parts, warc_record(b"GET / HTTP/1.1", "request", "application/http")]))
     (record,) = documents(tmp_path / "a.warc")
@@ -155,7 +155,7 @@ def test_an_archive_without_documents_says_what_it_has(tmp_path: Path) -> None:
     assert record.failed and sorted(others) == ["1 × request record", "2 × HTTP status 404", "2 × image/png"]
 
 
-def test_metadata_of_a_crawl_says_what_to_name_in_its_place() -> None:
+def test_metadata_of_a_crawl_says_what_to_name_in_its_place():
     """A WAT file of CommonCrawl, which holds links and headers of pages, and no text."""
     (record,) = documents(shared_data("warc/whirlwind/whirlwind.warc.wat.gz"))
     assert record.failed and "A WAT file has no text of its pages: name the crawl's WARC or WET file" in record.problem

@@ -69,9 +69,7 @@ def rows(dataset: Dataset) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_child_has_the_slices_of_its_parent_first(
-    tmp_path: Path, shuffle: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_child_has_the_slices_of_its_parent_first(tmp_path: Path, shuffle: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(slicing, "_GATHERED", 2)
     settings = {"slice": {"bytes": 1 << 14, "shuffle": shuffle}}
     before = write_texts(tmp_path / "first", 0, 40)
@@ -95,9 +93,7 @@ def test_the_child_has_the_slices_of_its_parent_first(
 @pytest.mark.parametrize(
     "methods", ["exact", "lines", "sentences", "substring", "exact minhash signatures", "lines sentences signatures"]
 )
-def test_new_documents_are_compared_with_the_parents(
-    tmp_path: Path, methods: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_documents_are_compared_with_the_parents(tmp_path: Path, methods: str, monkeypatch: pytest.MonkeyPatch):
     dedup = {"dedup": dict.fromkeys(methods.split(), True)}
     before = write_texts(tmp_path / "first", 0, 40)
     parent = grow(tmp_path / "first", tmp_path / "old", **dedup)
@@ -114,7 +110,7 @@ def test_new_documents_are_compared_with_the_parents(
     assert grow(tmp_path / "second", tmp_path / "without", **dedup).documents_out == 23
 
 
-def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Path) -> None:
+def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Path):
     dedup = {"dedup": {"exact": True, "lines": True, "signatures": True}}
     first, second = write_texts(tmp_path / "first", 0, 30), write_texts(tmp_path / "second", 30, 10)
     shutil.copy(tmp_path / "first/00007.txt", tmp_path / "first/z.txt")
@@ -142,7 +138,7 @@ def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Pat
         prepare(third, tmp_path / "x", settings=dedup, to="jsonl")
 
 
-def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Path, tmp_path: Path) -> None:
+def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Path, tmp_path: Path):
     line = open_dataset(old).document(4).text.splitlines()[2]
     path = write_jsonl(tmp_path / "in.jsonl", [f"{name * 30}\n{line}\n{name * 31}" for name in "ab"])
     result = grow(path, tmp_path / "new", old, dedup={"lines": True})
@@ -151,7 +147,7 @@ def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Pa
     assert funnel["changed"] == {"lines cut": 2} and funnel["documents_out"] == 2
 
 
-def test_addresses_are_compared_where_the_parent_has_them(tmp_path: Path) -> None:
+def test_addresses_are_compared_where_the_parent_has_them(tmp_path: Path):
     a = write_jsonl(tmp_path / "a.jsonl", [{"text": "a text", "url": "https://x.org/1"}, {"text": "b", "url": ""}])
     b = write_jsonl(tmp_path / "b.jsonl", [{"text": "c text", "url": "http://www.x.org/1"}, {"text": "c", "url": ""}])
     dedup = {"dedup": {"url": True}}
@@ -169,7 +165,7 @@ def test_addresses_are_compared_where_the_parent_has_them(tmp_path: Path) -> Non
         grow(b, tmp_path / "c", tmp_path / "plain", ids=True)
 
 
-def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch: pytest.MonkeyPatch):
     dataset = open_dataset(old)
     monkeypatch.setattr("forebay.prepare.extend._PART_TOKENS", 1000)
     source = ParentDocuments(str(old), dataset.id, False)
@@ -177,7 +173,7 @@ def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch: pytes
     assert [document["text"] for part in source.parts() for document in source.read(part)] == all_texts(dataset)
 
 
-def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path: Path) -> None:
+def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path: Path):
     trained = {"tokenize": {"tokenizer": "train:300"}}
     parent = grow(second, tmp_path / "old", **trained).open()
     write_texts(tmp_path / "third", 70, 10)
@@ -187,7 +183,7 @@ def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path: Path) -> None:
         assert child.manifest.tokenizer == "train:300" and len(child) == 40
 
 
-def test_rows_are_extended(second: Path, tmp_path: Path) -> None:
+def test_rows_are_extended(second: Path, tmp_path: Path):
     table = {"rows": {"max_tokens": 128}}
     parent = grow(second.parent / "first", tmp_path / "old", **table).open()
     child = grow(second, tmp_path / "new", parent.path, **table).open()
@@ -209,7 +205,7 @@ def save_letters(path: Path, normalizer: Any = None) -> dict:
     return {"tokenize": {"tokenizer": str(path), "eos": False}}
 
 
-def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: Path, tmp_path: Path):
     shutil.copytree(old / "slices", tmp_path / "imported" / "slices")
     import_slices(tmp_path / "imported")
     cases = [
@@ -232,7 +228,7 @@ def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: P
     assert not (tmp_path / "new").exists()
 
 
-def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path: Path):
     settings = save_letters(tmp_path / "nfc.json", normalizers.NFC())
     grow(second, tmp_path / "old", **settings)
     with pytest.raises(UsageError, match="ids decode to the same text"):
@@ -240,7 +236,7 @@ def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path
     assert grow(second, tmp_path / "new", tmp_path / "old", **settings).documents_out == 30
 
 
-def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path: Path) -> None:
+def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path: Path):
     shutil.copytree(old, tmp_path / "old")
     path = tmp_path / "old/slices/000001.safetensors"
     data = path.read_bytes()
@@ -250,9 +246,7 @@ def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path: Path) ->
     assert not (tmp_path / "new/manifest.json").exists()
 
 
-def test_without_hard_links_slices_are_copied(
-    old: Path, second: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_hard_links_slices_are_copied(old: Path, second: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     linked = grow(second, tmp_path / "linked", old)
 
     def refuse(*_):
@@ -267,7 +261,7 @@ def test_without_hard_links_slices_are_copied(
 @pytest.mark.parametrize("extended", [True, False])
 def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(
     old: Path, second: Path, tmp_path: Path, extended: bool
-) -> None:
+):
     """Slices of equal sizes under one name: runs with and without --extend that were stopped, and one that was not."""
     sizes, before = {"slice": {"tokens": 5000}}, contents(old)
     plans = [old, None] if extended else [None, old]

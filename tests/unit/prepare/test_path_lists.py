@@ -43,7 +43,7 @@ def server(mirror: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServ
         yield origin
 
 
-def test_any_way_to_the_same_files_gives_the_same_dataset(server: OriginServer, mirror: Path, tmp_path: Path) -> None:
+def test_any_way_to_the_same_files_gives_the_same_dataset(server: OriginServer, mirror: Path, tmp_path: Path):
     copied = tmp_path / "wet.paths"
     copied.write_bytes(gzip.decompress((mirror / LIST).read_bytes()))
     ways = {"name": WET, "url": f"{server.url}/{LIST}", "local": mirror / LIST, "copy": copied}
@@ -58,7 +58,7 @@ def test_any_way_to_the_same_files_gives_the_same_dataset(server: OriginServer, 
     assert sum(server.bytes_sent.values()) < (mirror / LIST).stat().st_size + 100, "files were fetched again"
 
 
-def test_a_part_of_a_crawl(server: OriginServer) -> None:
+def test_a_part_of_a_crawl(server: OriginServer):
     names = [entry.name for entry in list_paths(f"{WET}&files=1:3") if not isinstance(entry, path_lists.Skipped)]
     assert [name[-17:] for name in names] == ["-00001.warc.wet.gz"[1:], "-00002.warc.wet.gz"[1:]]
     with pytest.raises(PrepareError, match="expected files in that range, got none"):
@@ -68,7 +68,7 @@ def test_a_part_of_a_crawl(server: OriginServer) -> None:
             list(list_paths(f"commoncrawl:{CRAWL if wrong else ''}{wrong}"))
 
 
-def test_a_sample_requests_the_sampled_files_only(server: OriginServer, mirror: Path, tmp_path: Path) -> None:
+def test_a_sample_requests_the_sampled_files_only(server: OriginServer, mirror: Path, tmp_path: Path):
     settings = {"sample": 0.3}
     remote = prepare(WET, tmp_path / "a", name="d", settings=settings)
     assert sum(name.endswith(".wet.gz") for name in server.requests) == 2 and 15 < remote.documents_in < 45
@@ -77,7 +77,7 @@ def test_a_sample_requests_the_sampled_files_only(server: OriginServer, mirror: 
 
 def test_a_server_in_trouble_is_waited_for(
     server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     expected = prepare(mirror / LIST, tmp_path / "a", name="d")
     server.faults.drop = server.faults.truncate = 0.3
     turns, server.faults.retry_after = itertools.count(1), "0"
@@ -89,7 +89,7 @@ def test_a_server_in_trouble_is_waited_for(
 
 def test_files_that_are_refused_missing_or_without_room(
     server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     server.faults.forbidden.add(FILES[2])
     with pytest.raises(PrepareError, match=r"after 12 tries: HTTP status 403 .*too many requests, or access is denied"):
         prepare(WET, tmp_path / "forbidden")
@@ -110,7 +110,7 @@ def test_files_that_are_refused_missing_or_without_room(
 
 def test_a_file_that_changes_is_never_mixed(
     server: OriginServer, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path, target, folder = mirror / FILES[0], tmp_path / "part", remote_file.RemoteFolder(server.url)
     listed, old = folder.find(FILES[0]), path.read_bytes()
     assert listed is not None
@@ -131,7 +131,7 @@ def test_a_file_that_changes_is_never_mixed(
     assert target.read_bytes() == old and {start for _, start, _ in server.ranges} == {0}
 
 
-def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_path: Path):
     path = mirror / FILES[3]
     path.write_bytes(path.read_bytes()[:-50])
     result = prepare(WET, tmp_path / "a")
@@ -155,7 +155,7 @@ def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_pa
     ],
     ids=range(8),
 )
-def test_hostile_lists_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+def test_hostile_lists_are_refused(tmp_path: Path, data: bytes, message: str):
     path = tmp_path / "x.paths.gz"
     path.write_bytes(data)
     with pytest.raises(PrepareError, match=message) as raised:
@@ -164,13 +164,13 @@ def test_hostile_lists_are_refused(tmp_path: Path, data: bytes, message: str) ->
 
 
 @given(st.text(max_size=60) | st.from_regex(r"([.a-z/%?#\\:-]{0,4}){1,5}", fullmatch=True))
-def test_a_path_that_is_accepted_stays_below_its_root(path: str) -> None:
+def test_a_path_that_is_accepted_stays_below_its_root(path: str):
     if is_path_below(path):
         root = Path("/root/of/list")
         assert (root / path).resolve().is_relative_to(root) and path.isprintable()
 
 
-def test_which_inputs_are_lists() -> None:
+def test_which_inputs_are_lists():
     lists = ("a/warc.paths.gz", "x.paths", "https://h/x.paths.gz?signed=1", "s3://b/wet.paths.gz", WET)
     assert all(map(is_path_list, lists))
     assert not any(map(is_path_list, ("x.paths.gz.txt", "paths", "a.paths/b.txt", "https://h/a?x.paths.gz", ".")))
@@ -178,7 +178,7 @@ def test_which_inputs_are_lists() -> None:
     assert all(entry.path.startswith("https://data.commoncrawl.org/") for entry in entries)
 
 
-def test_headers_of_a_record_are_columns(mirror: Path, tmp_path: Path) -> None:
+def test_headers_of_a_record_are_columns(mirror: Path, tmp_path: Path):
     columns = {"date": "text", "language": "text", "Content-Length": "number", "none": "text"}
     prepare(mirror / LIST, tmp_path / "a", to="parquet", settings={"read": {"columns": columns}})
     row = pq.read_table(tmp_path / "a/text").to_pylist()[0]

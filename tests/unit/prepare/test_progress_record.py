@@ -42,7 +42,7 @@ def tenth(document: dict) -> bool:
     return not document["id"].endswith("0")
 
 
-def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path: Path) -> None:
+def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path: Path):
     page = (ROOT / "docs/reference/preparation-record.md").read_text()
     rows = re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE)
     keys = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
@@ -60,7 +60,7 @@ def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path: Path) -> N
     assert shown == ["a worker was lost", "there are no CPUs", "a worker was lost"]
 
 
-def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path: Path) -> None:
+def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path: Path):
     path, out = write_jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out"
     with pytest.raises(PrepareError, match="expected documents with text"):
         prepare(path, out, filters=["gopher_quality"])
@@ -75,7 +75,7 @@ def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path:
             read_progress(tmp_path)
 
 
-def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("forebay.prepare.inputs.GROUP_BYTES", 1)
     monkeypatch.setattr("forebay.prepare.progress.WRITE_S", FOREVER_S)  # Between tasks alone.
     inputs, out = tmp_path / "in", tmp_path / "out"
@@ -118,7 +118,7 @@ def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeyp
     assert all(len(sample["text"]) <= 300 and sample["where"] for sample in record["samples"])
 
 
-def test_the_remaining_time_knows_kinds_of_tasks_and_never_goes_back() -> None:
+def test_the_remaining_time_knows_kinds_of_tasks_and_never_goes_back():
     stage = StageProgress("text", "B")
     stage.add({"jsonl": 1000, "warc gz": 200}, 12)
     for second in range(5):
@@ -150,7 +150,7 @@ def report(record: ProgressRecord, result_of: str, done: int) -> None:
     record.advance(done, "", done // 2, done // 2)
 
 
-def test_what_all_members_did_is_counted_once(tmp_path: Path) -> None:
+def test_what_all_members_did_is_counted_once(tmp_path: Path):
     first, second = member(tmp_path, "0"), member(tmp_path, "1")
     for record in (first, second):
         report(record, "earlier", 10)  # by a call before the array
@@ -175,7 +175,7 @@ def test_what_all_members_did_is_counted_once(tmp_path: Path) -> None:
     assert read_progress(tmp_path)["stages"][0]["done"] == 100
 
 
-def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path: Path) -> None:
+def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path: Path):
     stats = StageStats()
     stats.funnel["read"] = StageCount(50, 40)
     for name in ("0", "1"):
@@ -199,7 +199,7 @@ def member_record(name: str, **fields: Any) -> dict:
     return {**record, "state": "running", "key": KEY, **fields}
 
 
-def test_who_is_silent_and_who_is_gone_is_named() -> None:
+def test_who_is_silent_and_who_is_gone_is_named():
     records = [
         member_record("0"),
         member_record("1", updated_at=time.time() - 3000, host="elsewhere"),
@@ -221,7 +221,7 @@ class Piece:
     name, label = "stem/piece-3", "crawl/\x1b[31m3.warc"
 
 
-def test_a_failure_counts_its_attempts_and_is_listed_until_the_task_is_finished(tmp_path: Path) -> None:
+def test_a_failure_counts_its_attempts_and_is_listed_until_the_task_is_finished(tmp_path: Path):
     work = open_store(tmp_path)
     try:
         raise ValueError("row 7")

@@ -48,7 +48,7 @@ def all_before_damage(packed: bytes, name: str, size: int) -> tuple[bytes, bool]
 
 
 @pytest.mark.parametrize("name", PACKERS)
-def test_cut_off_anywhere(name: str) -> None:
+def test_cut_off_anywhere(name: str):
     """Each stream that was cut gives the beginning of the text, and says that it was cut."""
     packed = PACKERS[name](LINES[:3000]) + PACKERS[name](LINES[3000:])
     border = len(PACKERS[name](LINES[:3000]))
@@ -63,11 +63,11 @@ def test_cut_off_anywhere(name: str) -> None:
 
 
 @given(st.sampled_from(["gz", "zst", "lz4", "bz2", "xz"]), st.binary(max_size=300), st.integers(1, 400))
-def test_any_bytes_may_be_given_as_packed(name: str, data: bytes, size: int) -> None:
+def test_any_bytes_may_be_given_as_packed(name: str, data: bytes, size: int):
     assert isinstance(all_before_damage(data, name, size)[0], bytes)
 
 
-def test_damage_in_a_table_costs_its_row_group(tmp_path: Path) -> None:
+def test_damage_in_a_table_costs_its_row_group(tmp_path: Path):
     texts = [f"document {i} " + "y" * 500 for i in range(40)]
     sink = io.BytesIO()
     table = pa.table({"text": texts})
@@ -80,7 +80,7 @@ def test_damage_in_a_table_costs_its_row_group(tmp_path: Path) -> None:
     assert ["crc checksum" in problem.lower() for problem in problems(tmp_path / "a.parquet")] == [True]
 
 
-def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
+def test_damaged_tar_headers_cost_their_member(tmp_path: Path):
     data = bytearray(tar_bytes({f"{index}.txt": b"%d" % index * 700 for index in range(5)}, tarfile.GNU_FORMAT))
     data[3 * 512 + 130] ^= 1
     (tmp_path / "a.tar").write_bytes(data)
@@ -88,7 +88,7 @@ def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
     assert [(r.id, r.problem) for r in records(tmp_path / "a.tar")] == expected
 
 
-def test_files_that_vanish_are_reported(tmp_path: Path) -> None:
+def test_files_that_vanish_are_reported(tmp_path: Path):
     source = InputFile(str(tmp_path / "gone"), "gone", "jsonl", "gz", 5, "")
     with pytest.raises(PrepareError, match="cannot read input"), open_input(source, ReadOptions()):
         pass
@@ -96,7 +96,7 @@ def test_files_that_vanish_are_reported(tmp_path: Path) -> None:
     assert failed.failed and "cannot read input" in failed.problem
 
 
-def test_zstd_windows_of_2_gib_are_read_where_they_are_allowed(tmp_path: Path) -> None:
+def test_zstd_windows_of_2_gib_are_read_where_they_are_allowed(tmp_path: Path):
     """As of `zstd --long=31`: a stream asks for its window as memory, however little of it there is."""
     long = zstandard.ZstdCompressionParameters.from_level(1, window_log=31)
     packer = zstandard.ZstdCompressor(compression_params=long).compressobj()

@@ -13,19 +13,19 @@ from forebay.units import parse_size
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_shipped_recipe_reads_back_from_its_settings(name: str) -> None:
+def test_a_shipped_recipe_reads_back_from_its_settings(name: str):
     recipe = load_recipe(name)
     assert not recipe.name and recipe.tokenize.tokenizer
 
 
-def test_stages_run_in_the_order_of_their_tables(tmp_path: Path) -> None:
+def test_stages_run_in_the_order_of_their_tables(tmp_path: Path):
     path = tmp_path / "r.toml"
     path.write_text("[[length]]\nmin_chars = 3\n[unicode]\n[[length]]\nmax_chars = 9\n[fineweb]\n")
     recipe = load_recipe(config=path)
     assert [stage.name for stage in recipe.stages] == ["length", "length", "unicode", "fineweb"]
 
 
-def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path) -> None:
+def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path):
     path = tmp_path / "r.toml"
     path.write_text('gopher_quality = false\n[language]\nkeep = ["de"]\n[slice]\nbytes = "1 MiB"\n')
     settings = parse_settings(["slice.seed=9"]) | {"language": {"min_score": 0.5}}
@@ -60,7 +60,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path) -> None:
         ("a = " + "[" * 100_000, "1: expected TOML: "),
     ],
 )
-def test_a_wrong_setting_is_reported_with_its_file(tmp_path: Path, toml: str, message: str) -> None:
+def test_a_wrong_setting_is_reported_with_its_file(tmp_path: Path, toml: str, message: str):
     path = tmp_path / "r.toml"
     path.write_text(toml)
     with pytest.raises(UsageError) as caught:
@@ -68,7 +68,7 @@ def test_a_wrong_setting_is_reported_with_its_file(tmp_path: Path, toml: str, me
     assert str(caught.value).startswith(f"{path}:{message}") and "\n" not in str(caught.value)
 
 
-def test_a_wrong_setting_of_the_command_line_names_no_file(tmp_path: Path) -> None:
+def test_a_wrong_setting_of_the_command_line_names_no_file(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text("[length]\nmin_chars = 3")
     with pytest.raises(UsageError, match=r"^length\.min_chars: expected a number, got 'x'"):
@@ -84,13 +84,13 @@ def test_a_wrong_setting_of_the_command_line_names_no_file(tmp_path: Path) -> No
         load_recipe("nosuch")
 
 
-def test_sizes() -> None:
+def test_sizes():
     assert [parse_size(text) for text in ("4096", "1K", "1kB", "1.5 MiB")] == [4096, 1024, 1000, 3 << 19]
     with pytest.raises(UsageError, match="not a size"):
         parse_size("large")
 
 
-def test_a_table_explains_itself() -> None:
+def test_a_table_explains_itself():
     text = describe("gopher_quality")
     assert "min_words = 50" in text and "Rae et al. 2021" in text
     assert "bands = 16" in describe("dedup") and "max_tokens = 2048" in describe("rows")

@@ -58,7 +58,7 @@ def page_text(page: str) -> str:
     return html.unescape(re.sub(r"<style>.*?</style>|<script.*?</script>|<[^>]*>", "\n", page, flags=re.DOTALL))
 
 
-def test_the_page_loads_nothing_and_each_rule_leads_to_what_it_dropped() -> None:
+def test_the_page_loads_nothing_and_each_rule_leads_to_what_it_dropped():
     page = render(example())
     assert not re.search(r"<(img|link)|\s(src|onerror|onclick|onload)=|url\(|@import", page)
     assert page.count("<script") == 1 and "default-src 'none'" in page and "script-src" not in page
@@ -69,7 +69,7 @@ def test_the_page_loads_nothing_and_each_rule_leads_to_what_it_dropped() -> None
     assert "48,127 dropped, 2 of them here." in page_text(page)
 
 
-def test_it_shows_the_figures() -> None:
+def test_it_shows_the_figures():
     text = page_text(render(example()))
     shown = ("1,284,113", "391 M", "minhash_dedup", "61,223", "48,121", "14 more inputs", "zh", '"ngram": 5')
     assert all(figure in text for figure in shown) and "403 more are not shown" in text
@@ -83,7 +83,7 @@ def test_it_shows_the_figures() -> None:
     assert [figures.short(n) for n in (9_999, 12_345, 999_600, 1.5e12)] == ["9,999", "12.3 k", "1.00 M", "1.50 T"]
 
 
-def test_hostile_text_is_only_text(tmp_path: Path) -> None:
+def test_hostile_text_is_only_text(tmp_path: Path):
     write_report(open_store(tmp_path), example(HOSTILE))
     written = (tmp_path / "report.html").read_text("utf-8")
     assert written.count("<script") == 1 and "<img" not in written
@@ -99,7 +99,7 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
         load_report(tmp_path / "none")
 
 
-def test_each_stage_counts_what_came_in_and_what_left_and_why(tmp_path: Path) -> None:
+def test_each_stage_counts_what_came_in_and_what_left_and_why(tmp_path: Path):
     good, short = "It is a truth that the mill and the race have to be seen by all who pass. " * 8, "a b"
     texts = [f"{good}Number {i // 2} of them." if i % 5 else f"{short} {i}" for i in range(60)]
     path = write_jsonl(tmp_path / "a.jsonl", [*texts, {}, {"text": 5}])

@@ -22,7 +22,7 @@ def splits_of(sizes: list[tuple[int, int]]) -> list[InputSplit]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(900, 1000)), min_size=1, max_size=200), st.floats(0.001, 0.9))
-def test_two_splits_of_each_kind_and_their_share_of_its_bytes(sizes: list[tuple[int, int]], fraction: float) -> None:
+def test_two_splits_of_each_kind_and_their_share_of_its_bytes(sizes: list[tuple[int, int]], fraction: float):
     splits = splits_of(sizes)
     sampling = Sampling.of(splits, fraction)
     number, chosen = Counter(map(kind_of, splits)), sampling.chosen
@@ -38,7 +38,7 @@ def test_two_splits_of_each_kind_and_their_share_of_its_bytes(sizes: list[tuple[
     assert (sampling.quantile is None) == any(n > 1 == chosen[kind] for kind, n in number.items())
 
 
-def test_intervals_at_the_ends() -> None:
+def test_intervals_at_the_ends():
     assert interval(0, 0, 0.0, 1.0, 1.96) == [0.0, 1.0]
     assert interval(7, 100, 0.0, 1.0, 1.96) == pytest.approx([0.07, 0.07])
     low, high = interval(0, 100, 0.0, 0.5, 1.96)
@@ -46,14 +46,14 @@ def test_intervals_at_the_ends() -> None:
     assert interval(100, 100, 0.0, 0.5, 1.96)[1] == pytest.approx(1.0)
 
 
-def test_splits_that_differ_between_kinds_alone_are_sure() -> None:
+def test_splits_that_differ_between_kinds_alone_are_sure():
     sampling = Sampling.of(splits_of([(0, 1000)] * 50 + [(2, 1000)] * 50), 0.1)
     sizes, drops = [100.0] * len(sampling.splits), [10.0 if s.format == "jsonl" else 90.0 for s in sampling.splits]
     assert sampling.error(sizes, drops) == 0
     assert sampling.error(sizes, [10.0 * index for index in range(len(sizes))]) > 0.02
 
 
-def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tmp_path: Path) -> None:
+def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tmp_path: Path):
     """The JSONL has short texts, the text files have long ones: bytes of neither stand for the other."""
     source = tmp_path / "in"
     source.mkdir()
@@ -74,7 +74,7 @@ def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tm
     assert "3 of 8 jsonl" in shown[""] and "whole input" in shown
 
 
-def test_a_table_that_a_process_makes_once_is_no_work_of_a_sample() -> None:
+def test_a_table_that_a_process_makes_once_is_no_work_of_a_sample():
     before = compiled._compiling_s
     character_table.cache_clear()
     assert character_table("words").size and compiled._compiling_s > before

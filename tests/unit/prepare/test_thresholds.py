@@ -40,7 +40,7 @@ def table(values: list[float], start: int, stop: int, low: float, high: float) -
 @given(VALUES, st.data(), st.floats(-50, 50), st.floats(-50, 50))
 def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
     values: list[float], data: Any, low: float, high: float
-) -> None:
+):
     cut = data.draw(st.integers(0, len(values)))
     full, parts = table(values, 0, len(values), low, high), ThresholdTable()
     for start, stop in ((cut, len(values)), (0, cut)):
@@ -62,7 +62,7 @@ def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
             assert [abs(v - limit) for v in shown] == distances
 
 
-def test_each_threshold_of_several_has_its_own() -> None:
+def test_each_threshold_of_several_has_its_own():
     out, values = ThresholdTable(), np.array([1, 5, 5, 9])
 
     def add(measure):
@@ -76,7 +76,7 @@ def test_each_threshold_of_several_has_its_own() -> None:
             add(Measure(values, high=limit))
 
 
-def test_neighbours_are_around_a_threshold() -> None:
+def test_neighbours_are_around_a_threshold():
     assert neighbours(50) == [25, 38, 45, 49, 50, 51, 55, 62, 75]
     assert neighbours(0.1) == [0.05, 0.075, 0.09, 0.1, 0.11, 0.12, 0.15]
     assert 0 in neighbours(0) and len(neighbours(0)) > 4
@@ -98,7 +98,7 @@ class WrongMeasure(Stage):
         return StageResult(batch, np.full(batch.num_rows, -1, np.int16), measures=measures)
 
 
-def test_filters_of_ones_own_report_what_they_measure(tmp_path: Path) -> None:
+def test_filters_of_ones_own_report_what_they_measure(tmp_path: Path):
     path = write_jsonl(tmp_path / "a.jsonl", ["x" * n for n in range(1, 9)])
     result = prepare(path, tmp_path / "d", filters=[few_chars(min_chars=3)])
     assert result.dropped == {"few_chars_own": 2}

@@ -117,6 +117,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind, settings, message", [(kind, *case) for kind, cases in WRONG.items() for case in cases])
-def test_a_setting_that_cannot_be_is_named(kind: type, settings: dict[str, Any], message: str) -> None:
+def test_a_setting_that_cannot_be_is_named(kind: type, settings: dict[str, Any], message: str):
     with pytest.raises(UsageError, match=f"^{message}"):
         kind(**settings)

@@ -16,11 +16,11 @@ from forebay.scheduler.events import LeaseReturned, SliceSetAside
 from forebay.scheduler.leases import JobSpec
 
 
-def test_workers_report_the_causes_that_loaders_have() -> None:
+def test_workers_report_the_causes_that_loaders_have():
     assert set(get_args(Cause)) == set(CAUSES) - {"tokenize"}
 
 
-def test_rates_are_of_the_last_half_minute() -> None:
+def test_rates_are_of_the_last_half_minute():
     usage = WorkerUsage("w", 0.0)
     for second in range(100):
         usage.add(1, 50, float(second))
@@ -29,7 +29,7 @@ def test_rates_are_of_the_last_half_minute() -> None:
     assert usage.tokens == 5000 and usage.recent_tokens == sum(tokens for _, tokens in usage.recent)
 
 
-def test_memory_of_a_worker_that_says_much_is_bounded() -> None:
+def test_memory_of_a_worker_that_says_much_is_bounded():
     usage = WorkerUsage("w", 0.0)
     for number in range(10_000):
         usage.add(1, 1, number / 1000)
@@ -39,7 +39,7 @@ def test_memory_of_a_worker_that_says_much_is_bounded() -> None:
     assert list(usage.processes) == ["late"]
 
 
-def test_shares_are_of_the_last_reports_and_of_a_wait_in_progress() -> None:
+def test_shares_are_of_the_last_reports_and_of_a_wait_in_progress():
     usage = WorkerUsage("w", 0.0)
     for second in range(0, 60, 2):
         waits = {"network": 0.5 * second, "scheduler": 0.1 * max(0, second - 40)}
@@ -52,7 +52,7 @@ def test_shares_are_of_the_last_reports_and_of_a_wait_in_progress() -> None:
     assert usage.describe(70.0)["wait_shares"] == {}
 
 
-def test_processes_that_share_a_cache_count_it_once() -> None:
+def test_processes_that_share_a_cache_count_it_once():
     usage = WorkerUsage("w", 0.0)
     for session in "ab":
         usage.add_stats(session, WorkerStats(cache_bytes=100, cached_bytes=60, origin_bytes=7), 0.0)
@@ -60,7 +60,7 @@ def test_processes_that_share_a_cache_count_it_once() -> None:
     assert (shown["cache_bytes"], shown["cached_bytes"], shown["origin_bytes"]) == (100, 60, 14)
 
 
-def test_the_last_events_are_retained_with_names() -> None:
+def test_the_last_events_are_retained_with_names():
     activity, core = Activity(), SchedulerCore(JobSpec("j", "0" * 64, np.full(3, 10)))
     peer = SimpleNamespace(peer_id="p", name="alice")
     assert activity.notice(peer, 1.0)[1] and not activity.notice(peer, 2.0)[1]
@@ -78,7 +78,7 @@ def test_the_last_events_are_retained_with_names() -> None:
 
 
 @given(st.integers(1, 9000), st.data())
-def test_coverage_has_every_slice_in_a_cell(num_slices: int, data: st.DataObject) -> None:
+def test_coverage_has_every_slice_in_a_cell(num_slices: int, data: st.DataObject):
     core = SchedulerCore(JobSpec("j", "0" * 64, np.full(num_slices, 4)))
     result, _ = core.exchange("p", ExchangeRequest(session="s", want=2), 0.0)
     used = data.draw(st.integers(0, len(result.leases)))

@@ -37,7 +37,7 @@ def use(leases: LeaseTable, lease: LiveLease, num: int, now: float = 0.0) -> boo
     return True
 
 
-def test_cached_slices_come_first_then_returned_ones_then_the_order() -> None:
+def test_cached_slices_come_first_then_returned_ones_then_the_order():
     leases = table([4] * 8)
     first = grant(leases, "a", "1")
     use(leases, first, 3)
@@ -49,7 +49,7 @@ def test_cached_slices_come_first_then_returned_ones_then_the_order() -> None:
     assert (again.slice_index, again.start, again.stop) == (first.slice_index, 3, 4)
 
 
-def test_slices_cached_by_another_worker_are_left_to_it_while_others_remain() -> None:
+def test_slices_cached_by_another_worker_are_left_to_it_while_others_remain():
     leases = table([1] * 6)
     owner = leases.sessions.touch(("a", ""), 0.0)
     set_cached(leases, owner, [0, 1, 2])
@@ -62,7 +62,7 @@ def test_slices_cached_by_another_worker_are_left_to_it_while_others_remain() ->
     assert leases.free.cached_by.max() == 0
 
 
-def test_another_seed_and_another_epoch_give_another_order() -> None:
+def test_another_seed_and_another_epoch_give_another_order():
     def order(seed):
         leases = table([1] * 50, epochs=2, seed=seed)
         taken = [[], []]
@@ -78,7 +78,7 @@ def test_another_seed_and_another_epoch_give_another_order() -> None:
     assert first[0] != first[1] and first[0] != second[0] and first == order(0)
 
 
-def test_a_lost_lease_is_lost_and_the_offset_stays() -> None:
+def test_a_lost_lease_is_lost_and_the_offset_stays():
     leases = table([5])
     lease = grant(leases, "a", "1")
     use(leases, lease, 2, now=5.0)
@@ -97,7 +97,7 @@ def test_a_lost_lease_is_lost_and_the_offset_stays() -> None:
             leases.check_use("b", Used("2", 0, 0, start, stop, 0))
 
 
-def test_the_worker_that_would_finish_last_is_cut_after_what_it_declared() -> None:
+def test_the_worker_that_would_finish_last_is_cut_after_what_it_declared():
     leases = table([100, 100])
     fast, slow = grant(leases, "fast", "f"), grant(leases, "slow", "s")
     use(leases, fast, 10, now=1.0)  # has more left, and is ten times as fast
@@ -120,7 +120,7 @@ def test_the_worker_that_would_finish_last_is_cut_after_what_it_declared() -> No
     assert piece.declared_until == 90
 
 
-def test_a_worker_that_lives_and_does_nothing_loses_its_leases() -> None:
+def test_a_worker_that_lives_and_does_nothing_loses_its_leases():
     leases = table([10, 10])
     lease = grant(leases, "hoarder", "1")
     for now, expected in ((39.0, []), (51.0, [("1", "stalled")])):
@@ -128,7 +128,7 @@ def test_a_worker_that_lives_and_does_nothing_loses_its_leases() -> None:
         assert leases.overdue_leases(now) == expected
 
 
-def test_a_lease_that_is_not_started_goes_whole_to_an_idle_worker() -> None:
+def test_a_lease_that_is_not_started_goes_whole_to_an_idle_worker():
     leases = table([10, 10])
     started, waiting = grant(leases, "a", "1"), grant(leases, "a", "2")
     use(leases, started, 1, now=5.0)
@@ -138,7 +138,7 @@ def test_a_lease_that_is_not_started_goes_whole_to_an_idle_worker() -> None:
     assert "2" not in leases.leases and leases.ended["2"].is_complete
 
 
-def test_an_epoch_ends_without_a_slice_set_aside_until_it_is_readmitted() -> None:
+def test_an_epoch_ends_without_a_slice_set_aside_until_it_is_readmitted():
     leases = table([4, 4], epochs=2)
     lease = grant(leases, "a", "1")
     leases.set_aside(1 - lease.slice_index)
@@ -150,7 +150,7 @@ def test_an_epoch_ends_without_a_slice_set_aside_until_it_is_readmitted() -> Non
     assert leases.done
 
 
-def test_empty_slices_count_as_used_and_an_empty_dataset_is_refused() -> None:
+def test_empty_slices_count_as_used_and_an_empty_dataset_is_refused():
     leases = table([0, 3, 0])
     assert leases.num_used_slices == 2
     lease = grant(leases, "a", "1")
@@ -162,7 +162,7 @@ def test_empty_slices_count_as_used_and_an_empty_dataset_is_refused() -> None:
             table(samples)
 
 
-def test_a_speed_forgets_and_does_not_count_idleness() -> None:
+def test_a_speed_forgets_and_does_not_count_idleness():
     speed = SpeedEstimate()
     speed.start(0.0)
     speed.add(100, 10.0)

@@ -8,7 +8,7 @@ from forebay.scheduler.catalog import ManifestStore, parse
 from support.nodes import make_dataset
 
 
-def test_a_schedulers_copy_of_a_manifest_is_checked(tmp_path: Path) -> None:
+def test_a_schedulers_copy_of_a_manifest_is_checked(tmp_path: Path):
     dataset = make_dataset(tmp_path / "d", 3, 40)
     manifest, table = ((tmp_path / "d" / name).read_bytes() for name in ("manifest.json", "slices.parquet"))
     retained = ManifestStore(tmp_path / "state")

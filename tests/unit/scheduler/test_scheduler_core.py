@@ -175,7 +175,7 @@ Churn.TestCase.settings = settings(stateful_step_count=30)
 TestChurn = Churn.TestCase
 
 
-def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
+def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so():
     happened = []
     core = SchedulerCore(spec([3], max_failures=2))
     for worker, last in (("a", False), ("b", True)):
@@ -189,7 +189,7 @@ def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says
     assert ended.samples == 0 and reply.done
 
 
-def test_where_slices_are_checked_reports_of_workers_set_none_aside() -> None:
+def test_where_slices_are_checked_reports_of_workers_set_none_aside():
     core = SchedulerCore(spec([3, 3], max_failures=2), checks=True)
     for worker in ("a", "b", "c"):
         reply = exchange(core, worker, want=2)
@@ -208,7 +208,7 @@ def test_where_slices_are_checked_reports_of_workers_set_none_aside() -> None:
     assert again.snapshot() == core.snapshot()
 
 
-def test_reports_of_others_keep_no_worker_from_a_provider() -> None:
+def test_reports_of_others_keep_no_worker_from_a_provider():
     """Also after a restart, which knows them."""
     core = SchedulerCore(spec([3] * 8), checks=True)
     origins = [Provider("origin", "h:1", True), Provider("second", "h:2", True)]
@@ -227,7 +227,7 @@ def test_reports_of_others_keep_no_worker_from_a_provider() -> None:
     assert again.reports == core.reports and len(core.reports) == 2
 
 
-def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -> None:
+def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say():
     """40 sessions of one peer, each giving its lease back and taking one again before the time of a stall."""
     core, now, honest = SchedulerCore(spec([4] * 42, stall_s=6.0)), 0.0, 0
     current = {}
@@ -244,7 +244,7 @@ def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -
     assert honest >= 1
 
 
-def test_leases_of_a_peer_grow_with_its_uses() -> None:
+def test_leases_of_a_peer_grow_with_its_uses():
     core = SchedulerCore(spec([1] * 400))
     numbers = []
     for now in (0.0, 10.0, 20.0, 30.0):
@@ -260,7 +260,7 @@ def test_leases_of_a_peer_grow_with_its_uses() -> None:
     assert numbers == [32, 64, 128, 176]
 
 
-def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() -> None:
+def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later():
     core = SchedulerCore(spec([3, 3], max_failures=2))
     first = exchange(core, "a", want=1).leases[0]
     reply = exchange(core, "a", want=2, failed=(FailedLease(first.lease_id, "torn"),))
@@ -270,7 +270,7 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
 
 
 @pytest.mark.parametrize("want, at_once", [(0, 2), (1, 0)])
-def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once: int) -> None:
+def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once: int):
     """One that goes on, and released slices as it cannot fetch them, leaves them to others first."""
     core = SchedulerCore(spec([3, 3]))
     grants = exchange(core, "a", want=2).leases
@@ -279,7 +279,7 @@ def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once:
     assert len(exchange(core, "a", 4.0, want=2).leases) == 2 - at_once
 
 
-def test_providers_come_from_the_swarm_and_a_liar_is_left_out_for_who_says_so() -> None:
+def test_providers_come_from_the_swarm_and_a_liar_is_left_out_for_who_says_so():
     core = SchedulerCore(spec([3] * 8))
     core.add_origins([Provider("origin", "h:1", True)], 0.0)
     exchange(core, "a", address="h:2", cached={DATASET: "0-7"})
@@ -297,7 +297,7 @@ def test_providers_come_from_the_swarm_and_a_liar_is_left_out_for_who_says_so() 
     assert {holder.peer_id for holder in grant.providers} == {"a", "origin"}
 
 
-def test_wrong_jobs_and_ranges_are_refused() -> None:
+def test_wrong_jobs_and_ranges_are_refused():
     with pytest.raises(UsageError, match="max_failures"):
         spec([3], max_failures=0)
     core = SchedulerCore(spec([3]))

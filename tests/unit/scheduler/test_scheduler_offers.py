@@ -24,7 +24,7 @@ def use_slices(core: SchedulerCore, worker: str, now: float, **fields: object) -
     return [grant.slice for grant in leases]
 
 
-def test_while_no_data_node_is_announced_only_slices_of_workers_are_leased() -> None:
+def test_while_no_data_node_is_announced_only_slices_of_workers_are_leased():
     core = make_core(600)
     assert len(use_slices(core, "b", 0.0)) == 1
     for now in (10.0, 35.0):  # the origin is gone by then
@@ -44,7 +44,7 @@ def grant_to(core: SchedulerCore, worker: str, now: float) -> LeaseGrant:
     return grant
 
 
-def test_a_late_provider_is_avoided_for_a_while_and_not_banned() -> None:
+def test_a_late_provider_is_avoided_for_a_while_and_not_banned():
     core = make_core(8)
     core.add_origins([ORIGIN, Provider("other", "h:2", True)], 0.0)
 
@@ -60,7 +60,7 @@ def test_a_late_provider_is_avoided_for_a_while_and_not_banned() -> None:
     core.exchange("a", ExchangeRequest(), 5.0, faults=[ProviderFault("absent", 1, "late", wrong=False)])
 
 
-def test_a_session_remembers_the_leases_that_it_returned() -> None:
+def test_a_session_remembers_the_leases_that_it_returned():
     core = make_core(8)
     grant = grant_to(core, "a", 0.0)
     exchange(core, "a", known_leases=(grant.lease_id,), failed=(FailedLease(grant.lease_id, "torn"),))
@@ -68,7 +68,7 @@ def test_a_session_remembers_the_leases_that_it_returned() -> None:
     assert not session.leases and grant.slice in set(session.leased())
 
 
-def test_a_worker_is_told_why_it_gets_no_lease() -> None:
+def test_a_worker_is_told_why_it_gets_no_lease():
     core = make_core(2)
     (used,) = exchange(core, "a", 0.0, want=1).leases
     assert exchange(core, "a", 0.0).cause == ""

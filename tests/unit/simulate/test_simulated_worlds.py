@@ -25,7 +25,7 @@ _SMALL = {"workers": 8, "slices": 24, "samples": 64, "speed": 4.0, "exchange_s":
 @example(4856, 0.0, 0.3, 2, 1, 0.0)  # One is cut off to the end and does not hear that its lease expired.
 def test_every_sample_is_used_exactly_once(
     seed: int, churn: float, liars: float, restarts: int, partitions: int, lost: float
-) -> None:
+):
     world = Scenario(
         **_SMALL, seed=seed, churn=churn, liars=liars, restarts=restarts, partitions=partitions, lost=lost,
         partition_s=25.0,
@@ -36,7 +36,7 @@ def test_every_sample_is_used_exactly_once(
         assert result.counts["wasted_by_living"] == 0, result.to_json()
 
 
-def test_a_request_that_comes_twice_is_answered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_comes_twice_is_answered_twice(monkeypatch: pytest.MonkeyPatch):
     """Connections close before the reply, and the transport sends the same attempt again. Without the first reply kept
     for it, the scheduler refuses the repeat as late, the workers end, and samples stay unused."""
     world = Scenario(**_SMALL, lost=0.2, seed=1)
@@ -48,12 +48,12 @@ def test_a_request_that_comes_twice_is_answered_twice(monkeypatch: pytest.Monkey
     assert "workers ended: exchange: attempt" in result.fault, result.to_json()
 
 
-def test_the_same_seed_gives_the_same_bytes() -> None:
+def test_the_same_seed_gives_the_same_bytes():
     world = Scenario(**_SMALL, churn=0.5, seed=3)
     assert json.dumps(simulate(world).to_json()) == json.dumps(simulate(world).to_json())
 
 
-def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch):
     """The record is independent: a journal that forgets is seen as samples used again or lost."""
     real = leasing._Scheduler._keep
 
@@ -64,9 +64,7 @@ def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) 
     assert not simulate(Scenario(**_SMALL, restarts=4, seed=1)).ok
 
 
-def test_the_command_reads_a_scenario_and_prints_one_line_of_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_a_scenario_and_prints_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "scenario.toml"
     file.write_text("workers = 99\nsamples = 32\nliars = 0.2\n")
     args = f"simulate --workers 6 --slices 12 --churn 0.2 --scenario {file} --json".split()
@@ -79,9 +77,7 @@ def test_the_command_reads_a_scenario_and_prints_one_line_of_json(
     assert "lairs" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_says_how_to_repeat_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(leasing._Scheduler, "fault", lambda self: "broken")
     assert main(["simulate", "--workers", "2", "--slices", "4", "--seed", "5"]) == 1
     shown = capsys.readouterr()

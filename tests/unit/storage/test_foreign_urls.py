@@ -48,7 +48,7 @@ BAD_URLS = (
 )  # fmt: skip
 
 
-def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation() -> None:
+def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation():
     for url in BAD_URLS:
         with pytest.raises(ProtocolError, match="URL of a peer"):
             check_url(url)
@@ -60,7 +60,7 @@ def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation() -> None:
 @example("http://data.example/d")
 @example("az://container/d")
 @given(st.one_of(st.text(max_size=60), st.from_regex(r"(https?|s3|gs|az|file)://[ -~]{0,30}", fullmatch=True)))
-def test_whatever_a_url_is_the_error_is_the_peers(url: str) -> None:
+def test_whatever_a_url_is_the_error_is_the_peers(url: str):
     try:
         origin = open_untrusted_origin(url, "public")
     except NetworkError:
@@ -78,7 +78,7 @@ PUBLIC = {"8.8.8.8": True, "2606:4700::1111": True, "::ffff:8.8.8.8": True, "64:
 )  # fmt: skip
 
 
-def test_addresses_of_the_public_internet() -> None:
+def test_addresses_of_the_public_internet():
     assert {ip: is_public(ip) for ip in PUBLIC} == PUBLIC
 
 
@@ -100,7 +100,7 @@ def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServ
 @pytest.mark.parametrize("url", ["https://evil.example/d", "s3://bucket/d", "gs://bucket/d", "https://127.0.0.1/d"])
 def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
     url: str, sink: OriginServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
     result = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: result[0])
@@ -110,14 +110,14 @@ def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
     assert sink.connections == 0
 
 
-def test_a_redirect_of_a_foreign_origin_stays_on_https() -> None:
+def test_a_redirect_of_a_foreign_origin_stays_on_https():
     check_redirect("https://8.8.8.8/a", "https://8.8.4.4/b", https_only=True)
     for target in ("http://8.8.4.4/b", "ftp://8.8.4.4/b", "https://127.0.0.1/b"):
         with pytest.raises(PermanentError):
             check_redirect("https://8.8.8.8/a", target, https_only=True)
 
 
-def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer) -> None:
+def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer):
     (sink.directory / "x").write_bytes(b"12345")
     assert open_untrusted_origin(sink.url, "any", timeouts=PATIENT).get("x", 10) == b"12345"
     assert sink.paths == ["/x"] and sink.authorizations == [""]
@@ -132,7 +132,7 @@ def signed_claims(peer: Identity, *more: Mapping[str, Any], port: int = 1) -> by
     return http(200, {"claims": [Claim(**{**vars(base), **item}).to_json(peer) for item in more]})
 
 
-def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make) -> None:
+def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make):
     peer = make_identity("data")
     claims = json.loads(signed_claims(peer, {}, *({"url": url} for url in BAD_URLS[:3]), {"url": "https://h.example/d"})
                         .partition(b"\r\n\r\n")[2])["claims"]  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make) -> No
     ]
 
 
-def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, tmp_path: Path) -> None:
+def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, tmp_path: Path):
     bomb = http(200, b'{"claims":[' + b"{}," * 40_000 + b"{}]}")
     make_identity("data")
     other = join(tmp_path / "network", tmp_path / "other", "other", scope=Scope(frozenset({"worker"})))
@@ -179,7 +179,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
     make_identity: Make,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     """The data node gives the small files; the slices lie on a web server of this host."""
     monkeypatch.setattr("forebay.swarm.reader._REFUSED_S", 0.01)
     table, url = LocalDiscovery(), "forebay://test-network/corpus"
@@ -210,7 +210,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
 @pytest.mark.parametrize("leave", ["", "public"])
 def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
     leave: Any, dataset: Dataset, make_identity: Make, sink: OriginServer, tmp_path: Path
-) -> None:
+):
     """A claim that stands for a URL of its own comes before the honest node's; it has the files and no slice."""
     table, stranger = LocalDiscovery(), make_identity("stranger")
     urls = (f"{sink.url}/d", f"s3://bucket/d?endpoint={sink.url}", "bogus://x", "s3://bucket/d")
@@ -231,7 +231,7 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
     assert sink.connections == 0
 
 
-def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identity: Make) -> None:
+def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identity: Make):
     origin = PeerOrigin(make_identity("r"), "corpus", discovery=LocalDiscovery())
     busy = UnusableOrigin("peer://a", NetworkError("busy"))
     busy.get = Mock(side_effect=TransientError("busy"))
@@ -243,7 +243,7 @@ def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identi
 # Workers.
 
 
-def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tmp_path: Path) -> None:
+def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tmp_path: Path):
     with Client(make_identity("worker")) as client:
         worker, numbers = (
             FetchingWorker(client, tmp_path / "cache", from_urls="", table=table_of("ab" * 32, 100)),
@@ -263,7 +263,7 @@ def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tm
             worker.close()
 
 
-def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dataset: Dataset) -> None:
+def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dataset: Dataset):
     """A URL that none of the claims names is not opened, whichever peer names it."""
     table = LocalDiscovery()
     with DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, table):

@@ -60,7 +60,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     numbers=st.lists(st.integers(0, 100) | st.just(-1), min_size=1, max_size=40),
     max_blocks=st.integers(12, 60),
 )
-def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers: list[int], max_blocks: int) -> None:
+def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers: list[int], max_blocks: int):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "MAX_BLOCKS", max_blocks)
         file, index = _File(size), 0
@@ -71,7 +71,7 @@ def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers:
         assert all(start < stop <= size and stop - start <= 16 for start, stop in file.ranges)
 
 
-def test_reading_on_has_eight_requests_under_way_and_fetches_no_byte_twice() -> None:
+def test_reading_on_has_eight_requests_under_way_and_fetches_no_byte_twice():
     released = threading.Event()
     file = _File(16 * 600, lambda start: start < 5 * 16 or released.wait())
     for number in range(5):
@@ -85,7 +85,7 @@ def test_reading_on_has_eight_requests_under_way_and_fetches_no_byte_twice() -> 
     assert max(stop for _, stop in starts) <= (60 + 8) * 16
 
 
-def test_a_failure_ahead_is_raised_when_its_block_is_read_and_fetched_again() -> None:
+def test_a_failure_ahead_is_raised_when_its_block_is_read_and_fetched_again():
     def refuse(start):
         if start >= 20 * 16:
             raise PrepareError(f"at {start}")
@@ -99,7 +99,7 @@ def test_a_failure_ahead_is_raised_when_its_block_is_read_and_fetched_again() ->
     file.assert_reads(20)
 
 
-def test_after_a_fork_nothing_waits_for_the_parents_threads() -> None:
+def test_after_a_fork_nothing_waits_for_the_parents_threads():
     file = _File(16 * 40)
     file.blocks._blocks["url", 0] = Future()  # of a thread that this process does not have
     file.blocks.after_fork()

@@ -70,7 +70,7 @@ def read(origin: Origin, name: str, start: int, stop: int) -> bytes:
     return b"".join(bytes(piece) for piece in origin.read(name, start, stop))
 
 
-def test_every_kind_answers_alike(origin: Origin) -> None:
+def test_every_kind_answers_alike(origin: Origin):
     size = len(CONTENT)
     for start, stop in [(0, size), (0, 1), (size - 1, size), (1000, 600_000)]:
         assert read(origin, NAME, start, stop) == CONTENT[start:stop]
@@ -89,7 +89,7 @@ def test_every_kind_answers_alike(origin: Origin) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_an_overload_is_told(server: OriginServer, scheme: str) -> None:
+def test_an_overload_is_told(server: OriginServer, scheme: str):
     origin = open_origin(f"{server.url if scheme == 'http' else server.s3_url}/data", timeouts=PATIENT)
     server.faults.requests_per_s, server.faults.retry_after = 1e-9, "7"
     with pytest.raises(TransientError) as caught:
@@ -98,7 +98,7 @@ def test_an_overload_is_told(server: OriginServer, scheme: str) -> None:
     assert caught.value.wait_s == (7 if scheme == "http" else 0)
 
 
-def test_a_drip_is_a_stall(server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drip_is_a_stall(server: OriginServer, monkeypatch: pytest.MonkeyPatch):
     pace = http.StreamedResponse.pace
     monkeypatch.setattr(http.StreamedResponse, "pace", lambda answer, stall_s, rate: pace(answer, 0.1, rate))
     server.faults.connection_bytes_per_s = 1e-3
@@ -106,7 +106,7 @@ def test_a_drip_is_a_stall(server: OriginServer, monkeypatch: pytest.MonkeyPatch
         read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 500_000)
 
 
-def test_other_bytes_than_were_requested(server: OriginServer) -> None:
+def test_other_bytes_than_were_requested(server: OriginServer):
     web, bucket = (open_origin(f"{url}/data", timeouts=PATIENT) for url in (server.url, server.s3_url))
     for _ in range(3):
         assert read(web, NAME, 5, 10) == CONTENT[5:10]
@@ -122,14 +122,14 @@ def test_other_bytes_than_were_requested(server: OriginServer) -> None:
         read(web, NAME, 10, 20)
 
 
-def test_a_proxy(server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy(server: OriginServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.setenv("no_proxy", "")
     assert read(open_origin("http://origin.invalid/data"), NAME, 4, 8) == CONTENT[4:8]
     assert server.paths == ["http://origin.invalid/data/slices/a%20b%2B%C3%BC.bin"]
 
 
-def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A token goes to the hub and not to the store it redirects to; where an object lies is remembered."""
     monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -153,7 +153,7 @@ def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.Monke
         open_origin("hf://datasets/me")
 
 
-def test_r2_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, server: OriginServer) -> None:
+def test_r2_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, server: OriginServer):
     set_r2(monkeypatch, server)
     names = [name for name in os.environ if name.startswith("R2_DATASET_")] + ["DATASET_BINS_PATH"]
     assert len(names) == 5
@@ -170,7 +170,7 @@ def test_r2_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, server: Origi
 @pytest.mark.parametrize(
     "url", ["ftp://host/x", "http:///x", "s3:///x", "file://host/x", "forebay://net", "s3://b/x?secret_access_key=k"]
 )
-def test_bad_urls(url: str) -> None:
+def test_bad_urls(url: str):
     with pytest.raises(UsageError, match="expected"):
         open_origin(url)
 
@@ -183,7 +183,7 @@ def dataset(server: OriginServer) -> Dataset:
     return write_tokens(server.directory / "corpus", [5000] * 3)
 
 
-def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
+def test_open_remote(server: OriginServer, dataset: Dataset):
     for url in (f"{server.url}/corpus", f"{server.s3_url}/corpus", str(dataset.path)):
         result = open_remote(url, dataset_id=dataset.id)
         assert (result.id, result.manifest, result.num_slices) == (dataset.id, dataset.manifest, 3)
@@ -207,7 +207,7 @@ def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
 Make = Callable[[str], Identity]
 
 
-def test_peers_by_home(make_identity: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_by_home(make_identity: Make, monkeypatch: pytest.MonkeyPatch):
     created = make_identity("reader")
     created.node_dir.rename(created.node_dir.with_name("net%2F1"))
     monkeypatch.setenv("FOREBAY_HOME", str(created.node_dir.parent))
@@ -219,7 +219,7 @@ def test_peers_by_home(make_identity: Make, monkeypatch: pytest.MonkeyPatch) -> 
         open_origin("forebay://absent/corpus", discovery=LocalDiscovery())
 
 
-def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
+def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: Path):
     other_folder = tmp_path / "other"
     other, discovery, reader = write_tokens(other_folder, [5000] * 2), LocalDiscovery(), make_identity("reader")
     with (
@@ -236,14 +236,14 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: P
             open_origin(url, identity=reader, discovery=discovery, dataset_id="0" * 64).sources()
 
 
-def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer) -> None:
+def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer):
     for location in ("http://[::1", "http://h:port/", "http://h:99999999/", "//[x]/", "gopher://h/"):
         server.redirect = location
         with pytest.raises(PermanentError):
             read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 5)
 
 
-def test_a_redirect_that_leads_nowhere_any_more_is_asked_for_again(server: OriginServer) -> None:
+def test_a_redirect_that_leads_nowhere_any_more_is_asked_for_again(server: OriginServer):
     origin = open_origin(f"{server.url}/data", timeouts=PATIENT)
     with OriginServer(server.directory) as first:
         server.redirect = first.url

@@ -47,7 +47,7 @@ def hub(running: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     return running
 
 
-def test_what_a_url_lists(hub: HubServer) -> None:
+def test_what_a_url_lists(hub: HubServer):
     paths = find_paths("hf://datasets/me/mixed")
     assert [path.relative_to("mixed").as_posix() for path in paths] == [
         "README.md", "data/part-00002.parquet", "data/part-00009.parquet", "data/part-00010.parquet", "more/a.jsonl",
@@ -70,7 +70,7 @@ def test_what_a_url_lists(hub: HubServer) -> None:
         find_paths("hf://datasets/me")
 
 
-def test_a_path_reads_as_one_of_this_machine(hub: HubServer) -> None:
+def test_a_path_reads_as_one_of_this_machine(hub: HubServer):
     *_, path, _ = find_paths("hf://datasets/me/mixed/*.npy")
     local = hub.directory / "datasets/me/mixed" / path.name
     assert (path.name, path.suffix, path.stat().st_size) == (local.name, ".npy", local.stat().st_size)
@@ -86,7 +86,7 @@ def test_a_path_reads_as_one_of_this_machine(hub: HubServer) -> None:
         missing.open()
 
 
-def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path: Path) -> None:
+def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path: Path):
     folder = hub.directory / "datasets/me/mixed"
     report = convert("hf://datasets/me/mixed/*.npy", tmp_path / "a", "forebay", ConvertOptions())
     convert(f"{folder}/*.npy", tmp_path / "b", "forebay", ConvertOptions())
@@ -103,7 +103,7 @@ def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path: P
         convert("hf://datasets/me/mixed/more", tmp_path / "e", "forebay", ConvertOptions(dtype="U16"))
 
 
-def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path: Path) -> None:
+def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path: Path):
     repo = write_repo(hub.directory / "datasets/me/archive")
     rows = {"x": np.random.default_rng(0).random((10_000, 8)), "y": np.arange(10_000)}
     for save, name in ((np.savez, "a"), (np.savez_compressed, "b")):
@@ -123,7 +123,7 @@ def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path: P
     assert open_dataset(tmp_path / "x").num_tokens == len(TOKENS)
 
 
-def test_a_file_of_a_web_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_a_web_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "web").mkdir()
     rows = pa.table({"x": np.arange(200_000), "y": ["text"] * 200_000})
     pq.write_table(rows, tmp_path / "web/t.parquet", row_group_size=10_000)

@@ -66,15 +66,13 @@ ALL = [
 
 
 @pytest.mark.parametrize("name, files", ALL)
-def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: list[str]) -> None:
+def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: list[str]):
     expected = on_disk(hub.directory / "datasets" / "/".join(name.partition(":")[0].split("/")[:2]), *files)
     assert texts(f"hf:{name}") == expected and len(expected) > 30
 
 
 @pytest.mark.parametrize("min_share_bytes", [1, 1 << 20])
-def test_shares_of_lanes_are_together_everything(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, min_share_bytes: int
-) -> None:
+def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch: pytest.MonkeyPatch, min_share_bytes: int):
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
     for name in ("HuggingFaceFW/fineweb-edu/sample-10BT", "EleutherAI/pile"):
         records, expected = records_of(f"hf:{name}", ReadOptions()), sorted(texts(f"hf:{name}"))
@@ -88,7 +86,7 @@ def test_shares_of_lanes_are_together_everything(
 
 def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("forebay.stream.records.RUN_FILES", 8)
     hub.directory, hub.page_size = tmp_path / "hub", 6
     repo = write_repo(tmp_path / "hub/datasets/a/b")
@@ -103,14 +101,14 @@ def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
 @pytest.mark.parametrize(
     "faults", [{"drop": 0.3}, {"truncate": 0.5}, {"throttle": 4}, {"broken": 4}, {"expired": 1}], ids=str
 )
-def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict) -> None:
+def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict):
     vars(hub.faults).update(faults)
     for name, files in ALL[2:4]:
         repo = hub.directory / "datasets" / "/".join(name.split("/")[:2])
         assert texts(f"hf:{name}") == on_disk(repo, *files)
 
 
-def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch):
     hub.close()
     with pytest.raises(ConnectionError, match=r"^Failed to download dataset 'a/b': .*tiny_shakespeare") as caught:
         TextStream("hf:a/b", tokenizer="bytes", seq_len=8, batch_size=1)
@@ -122,7 +120,7 @@ def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest
         find_split("a/b")
 
 
-def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.05)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
     hub.faults.black_hole = True
@@ -141,7 +139,7 @@ def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pyte
 @pytest.mark.parametrize("token, private", [("", " If it is private, set HF_TOKEN."), (TOKEN, "")])
 def test_a_name_that_nothing_has(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str, advice: str, token: str, private: str
-) -> None:
+):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(
         FileNotFoundError, match=f"^Dataset '{name}' not found.*{advice}.*Check the spelling.{private}$"
@@ -152,7 +150,7 @@ def test_a_name_that_nothing_has(
 
 def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: None
-) -> None:
+):
     expected = on_disk(
         hub.directory / "datasets/bigcode/the-stack",
         "data/python/train-00000-of-00001.parquet",
@@ -178,7 +176,7 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     assert {value for path, value in shown.items() if path.startswith("/api/")} == {f"Bearer {TOKEN}"}
 
 
-def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
+def test_a_state_names_the_commit_that_it_is_of(hub: HubServer):
     first = stream("hf:HuggingFaceFW/fineweb")
     next(iter(first))
     state, url = first.state_dict(), first.state_dict()["inputs"]
@@ -190,7 +188,7 @@ def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
     assert pinned.config == "default"
 
 
-def test_revisions_and_a_dataset_that_was_renamed(hub: HubServer) -> None:
+def test_revisions_and_a_dataset_that_was_renamed(hub: HubServer):
     hub.revisions.add("refs/convert/parquet")
     for name in ("EleutherAI/pile@refs%2Fconvert%2Fparquet", "EleutherAI/pile:train@refs/convert/parquet"):
         result = find_split(name)
@@ -201,7 +199,7 @@ def test_revisions_and_a_dataset_that_was_renamed(hub: HubServer) -> None:
         find_split("EleutherAI/pile@nope")
 
 
-def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     message = "^HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
     with pytest.raises(ImportError, match=message) as caught:
@@ -209,14 +207,14 @@ def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.Monkey
     assert isinstance(caught.value, MissingPackageError)
 
 
-def test_a_mirror_whose_pages_name_the_hub(hub: HubServer) -> None:
+def test_a_mirror_whose_pages_name_the_hub(hub: HubServer):
     hub.page_size, hub.url = 1, "https://hub.invalid"
     result = find_split("hf://datasets/EleutherAI/pile")
     assert len(result.files()) == 2
     assert hub.requests["tree"] > 3
 
 
-def test_how_long_the_hub_asks_to_wait() -> None:
+def test_how_long_the_hub_asks_to_wait():
     for name, value, wait_s in (("Retry-After", "7", 7), ("RateLimit", '"api";r=0;t=55', 55), ("RateLimit", "?", 0)):
         assert retry_delay_s({name: value}) == wait_s
     assert retry_delay_s({}) == 0

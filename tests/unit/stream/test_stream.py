@@ -39,7 +39,7 @@ def stream(inputs: Any, **changes: Any) -> TextStream:
     seq_len=st.integers(1, 9),
     size=st.integers(1, 5),
 )
-def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, size: int) -> None:
+def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, size: int):
     read = [text.replace("\ufdd0", "").replace("\ufdd1", "") for text in texts]
     full = [token for text in read if text for token in (*text.encode(), EOS)]
     created = stream(texts, seq_len=seq_len, global_batch_size=size, shuffle=False)
@@ -67,7 +67,7 @@ def counts(stats: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("drop_last, prefetch_batches", [(False, 0), (True, 2)])
-def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) -> None:
+def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int):
     settings = {"epochs": 3, "drop_last": drop_last, "seq_len": 32}
     full = stream(TEXTS, **settings)
     expected, stats = as_tuples(full), full.stats()
@@ -85,7 +85,7 @@ def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch_batches: int) 
             assert as_tuples(first) == (expected[stop:] or following)  # leaving a loop and going on
 
 
-def test_epochs_differ_and_seeds_too() -> None:
+def test_epochs_differ_and_seeds_too():
     def order(seed, epoch):
         return [fact[0] for fact in as_tuples(stream(TEXTS, epochs=2, seed=seed)) if fact[3] == epoch]
 
@@ -99,7 +99,7 @@ def test_epochs_differ_and_seeds_too() -> None:
     max_bytes=st.integers(0, 40),
     stop=st.integers(0, 80),
 )
-def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, max_bytes: int, stop: int) -> None:
+def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, max_bytes: int, stop: int):
     key = derive_key(1, "test")
     texts = [b"%d" % i + b"x" * length for i, length in enumerate(lengths)]
 
@@ -122,7 +122,7 @@ def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, max_b
         assert run(-1) == texts
 
 
-def test_any_document_may_come_next() -> None:
+def test_any_document_may_come_next():
     first = set()
     for seed in range(100):
         buffer = ShuffleBuffer(9, 1 << 20, derive_key(seed, "test"))
@@ -132,7 +132,7 @@ def test_any_document_may_come_next() -> None:
     assert len(first) == 10
 
 
-def test_packed_tokens_and_texts() -> None:
+def test_packed_tokens_and_texts():
     texts, tokens = (b"", "ü".encode(), b"x" * 1000), np.array([0, 1, 65535, 1 << 31], np.uint32)
     state = LaneState(buffered=texts, tokens=tokens).to_dict()
     loaded = LaneState.from_dict(json.loads(json.dumps(state)), np.uint32)
@@ -143,7 +143,7 @@ def test_packed_tokens_and_texts() -> None:
             LaneState.from_dict({**state, **changes}, np.uint32)
 
 
-def test_states_of_other_streams_are_refused() -> None:
+def test_states_of_other_streams_are_refused():
     state = take_state(stream(TEXTS), 3)
     for changes in (
         {"seed": 1}, {"seq_len": 8}, {"global_batch_size": 5}, {"shuffle_documents": 9}, {"shuffle": False},
@@ -166,7 +166,7 @@ def test_states_of_other_streams_are_refused() -> None:
                 next(iter(other))
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments():
     for changes in (
         {"seq_len": 0}, {"batch_size": 2}, {"global_batch_size": None}, {"dtype": np.uint16}, {"lanes": 0},
         {"rank": 2}, {"shuffle_documents": -1}, {"shuffle_bytes": -1}, {"steps": 0}, {"epochs": 0},
@@ -175,7 +175,7 @@ def test_wrong_arguments() -> None:
             stream(TEXTS, **changes)
 
 
-def test_wrong_inputs(tmp_path: Path) -> None:
+def test_wrong_inputs(tmp_path: Path):
     for inputs, message in (
         (str(tmp_path / "*.jsonl"), "files that match"),
         (iter(TEXTS), "iterator"),
@@ -209,7 +209,7 @@ class Replayed:
     [(lambda: [{"text": text} for text in TEXTS], "index"), (lambda: Streamed(TEXTS), "own"), (Replayed, "replay")],
     ids=["index", "own", "replay"],
 )
-def test_datasets_of_others_resume(dataset: Any, kind: str) -> None:
+def test_datasets_of_others_resume(dataset: Any, kind: str):
     records = records_of(dataset(), ReadOptions())
     assert records.kind == kind
     full = Counter(record.text for record, _ in records.open(0, None))
@@ -228,14 +228,14 @@ def test_datasets_of_others_resume(dataset: Any, kind: str) -> None:
             assert as_tuples(second) == expected[stop:]
 
 
-def test_records_without_text_are_counted_with_their_place() -> None:
+def test_records_without_text_are_counted_with_their_place():
     created = stream([*TEXTS, {"text": 3}, {"other": "x"}, "\ud800", 5])
     list(created)
     assert created.stats()["malformed"] == 4 and created.stats()["documents"] == len(TEXTS)
     assert [invalid.location for invalid in created.malformed] == [f"record {i}" for i in range(60, 64)]
 
 
-def test_errors_of_the_callers_dataset_are_passed_on() -> None:
+def test_errors_of_the_callers_dataset_are_passed_on():
     class Broken:
         def __iter__(self):
             yield "x" * 1000

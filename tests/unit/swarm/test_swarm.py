@@ -62,7 +62,7 @@ class Crowd:
 )  # fmt: skip
 def test_all_get_all_within_bounded_rounds_and_the_origin_gives_once_and_for_losses(
     num_slices: int, num_members: int, slots: int, origin_slots: int, at_once: int, falls: list[int]
-) -> None:
+):
     crowd = Crowd(num_slices, num_members, slots, origin_slots)
     losses = 0
     for number in range(4 * num_slices * num_members + 8):
@@ -97,7 +97,7 @@ def holders(swarm: Swarm, member: str, *missing: int, now: float = 0.0) -> dict[
     return dict(swarm.assign(member, np.array(missing, np.int64), 4, now))
 
 
-def test_a_slice_under_way_is_waited_for_and_named_again_to_who_asks_again() -> None:
+def test_a_slice_under_way_is_waited_for_and_named_again_to_who_asks_again():
     swarm = swarm_of(2, {"a": "", "b": ""}, [ORIGIN])
     assert holders(swarm, "a", 0) == {0: ORIGIN} == holders(swarm, "a", 0, now=1.0)
     assert holders(swarm, "b", 0, now=1.0) == {}
@@ -106,11 +106,11 @@ def test_a_slice_under_way_is_waited_for_and_named_again_to_who_asks_again() -> 
     assert holders(swarm, "b") == {}
 
 
-def test_the_rarest_goes_first() -> None:
+def test_the_rarest_goes_first():
     assert list(holders(swarm_of(3, {"a": "0-2", "b": "0-1", "c": "0", "d": ""}), "d", 0, 1, 2)) == [2, 1, 0]
 
 
-def test_an_unreachable_member_gets_and_is_never_named() -> None:
+def test_an_unreachable_member_gets_and_is_never_named():
     swarm = swarm_of(1, {}, [ORIGIN])
     swarm.join(peer("leech", ""), none(1), 0.0)
     assert {0: ORIGIN} in [holders(swarm, "leech", 0, now=float(i)) for i in range(4)]
@@ -119,7 +119,7 @@ def test_an_unreachable_member_gets_and_is_never_named() -> None:
     assert swarm.copies().tolist() == [0] and holders(swarm, "b", 0, now=5.0) == {0: ORIGIN}
 
 
-def test_who_sent_wrong_bytes_is_banned_for_the_node_that_got_them_for_an_hour() -> None:
+def test_who_sent_wrong_bytes_is_banned_for_the_node_that_got_them_for_an_hour():
     """And for no other, whoever says so."""
     swarm = swarm_of(1, {"liar": "0", "a": "", "a#2": "", "b": "", "c": ""})
     for name in ("a", "b"):
@@ -130,7 +130,7 @@ def test_who_sent_wrong_bytes_is_banned_for_the_node_that_got_them_for_an_hour()
     assert swarm.providers(0, "a", 3602.0) == [peer("liar")] and swarm.status(3602.0)["reported"] == {}
 
 
-def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
+def test_an_origin_with_one_damaged_file_is_no_liar():
     swarm = swarm_of(3, {"a": "", "b": ""}, [ORIGIN])
     for name in ("a", "b"):
         swarm.failed(name, 0, ORIGIN.peer_id, 0.0, wrong=True)
@@ -143,7 +143,7 @@ def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
     assert swarm.providers(1, "a", 3.0) == [OTHER] and ORIGIN in swarm.providers(1, "b", 3.0)
 
 
-def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in() -> None:
+def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in():
     swarm = swarm_of(1, {"full": "0", "a": ""}, [ORIGIN])
     assert holders(swarm, "a", 0) == {0: peer("full")}
     swarm.failed("a", 0, "full", 0.1)
@@ -152,7 +152,7 @@ def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in() -> None:
     assert holders(swarm, "a", 0, now=5.0) == {0: peer("full")}
 
 
-def test_the_silent_go_and_what_only_they_had_comes_from_the_origin_again() -> None:
+def test_the_silent_go_and_what_only_they_had_comes_from_the_origin_again():
     swarm = swarm_of(1, {"a": "0"}, [ORIGIN], ttl_s=10.0)
     swarm.join(peer("b"), none(1), 8.0)
     swarm.join(ORIGIN, None, 8.0)
@@ -160,19 +160,19 @@ def test_the_silent_go_and_what_only_they_had_comes_from_the_origin_again() -> N
     assert holders(swarm, "b", 0, now=12.0) == {0: ORIGIN}
 
 
-def test_a_download_that_never_ends_is_given_up_and_its_slot_is_free_again() -> None:
+def test_a_download_that_never_ends_is_given_up_and_its_slot_is_free_again():
     swarm = swarm_of(1, {"hoarder": "", "b": ""}, [ORIGIN], origin_slots=1, ttl_s=1000.0)
     assert holders(swarm, "hoarder", 0)
     assert holders(swarm, "b", 0, now=30.0) == {}
     assert holders(swarm, "b", 0, now=61.0) == {0: ORIGIN}
 
 
-def test_load_is_spread_over_holders() -> None:
+def test_load_is_spread_over_holders():
     swarm = swarm_of(6, {"a": "0-5", "b": "0-5", "c": "0-5", "d": ""}, slots=2)
     assert sorted(swarm.providers(index, "d", 0.0)[0].peer_id for index in range(6)) == list("aabbcc")
 
 
-def test_invalid_calls_are_refused() -> None:
+def test_invalid_calls_are_refused():
     with pytest.raises(UsageError, match="joined before"):
         holders(Swarm(1), "absent", 0)
     with pytest.raises(UsageError, match="positive"):
@@ -180,12 +180,12 @@ def test_invalid_calls_are_refused() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=40))
-def test_ranges_of_any_set_are_read_back(flags: list[bool]) -> None:
+def test_ranges_of_any_set_are_read_back(flags: list[bool]):
     have = np.flatnonzero(flags)
     assert np.array_equal(parse_ranges(format_ranges(have), len(flags)), have)
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "5-4", "9", "0,,1", "-1", "٣"])
-def test_ranges_that_are_none_are_refused(text: str) -> None:
+def test_ranges_that_are_none_are_refused(text: str):
     with pytest.raises(ProtocolError):
         parse_ranges(text, 9)

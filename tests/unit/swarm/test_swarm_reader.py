@@ -68,7 +68,7 @@ def ranking(dataset_id: str, day: int, providers: list[Provider], reader: str = 
     return [peer_id for peer_id, _ in client.requests]
 
 
-def test_no_key_of_a_data_node_makes_it_the_tracker_of_all() -> None:
+def test_no_key_of_a_data_node_makes_it_the_tracker_of_all():
     """The first by the old hash, for this dataset and day, is the first of one reader in 20 still."""
     nodes = [provider(f"node{i:02}", True, 100 + i) for i in range(20)]
     firsts = Counter(ranking("ab" * 32, 1, nodes, f"reader{i}")[0] for i in range(1000))
@@ -76,7 +76,7 @@ def test_no_key_of_a_data_node_makes_it_the_tracker_of_all() -> None:
     assert ranking("ab" * 32, 1, nodes) == ranking("ab" * 32, 1, nodes[::-1])
 
 
-def test_readers_without_a_data_node_meet_at_one_member_that_shares() -> None:
+def test_readers_without_a_data_node_meet_at_one_member_that_shares():
     """All choose alike; another dataset or day has another order; those with everything come first."""
     providers = [provider(f"peer{i:02}", port=100 + i) for i in range(20)]
     first = ranking("ab" * 32, 1, providers)
@@ -88,7 +88,7 @@ def test_readers_without_a_data_node_meet_at_one_member_that_shares() -> None:
     assert all(ranking(f"{i:064x}", 1, full)[0] == "whole" for i in range(10))
 
 
-def test_sharers_are_bounded() -> None:
+def test_sharers_are_bounded():
     client = StubClient()
     trackers = TrackerClient(client, "ab" * 32, list, None)
     for answer in range(100):
@@ -98,7 +98,7 @@ def test_sharers_are_bounded() -> None:
     assert len(asked) == 256 and "99-15" in asked and "99-16" not in asked
 
 
-def test_a_tracker_that_is_busy_is_asked_again_later() -> None:
+def test_a_tracker_that_is_busy_is_asked_again_later():
     def busy(body):
         raise RemoteError("too many requests", 429, "rate", 7.0)
 
@@ -154,14 +154,14 @@ GOOD = json.loads('{"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have
     {"assignments": [{**HOLDER, "index": 0, "address": "https://"}]}, {"wait_s": float("nan")}, {"assignments": 3},
     {"assignments": [{**HOLDER, "index": -1}]}, {"sharers": [{}]}, {"sharers": [None]},
 ])  # fmt: skip
-def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(nonsense: dict) -> None:
+def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(nonsense: dict):
     client = StubClient({RUDE.address: lambda body: {**GOOD, **nonsense}, HONEST.address: honest_tracker()})
     with closing(reading(client)) as reader:
         assert named(reader).url.endswith(ORIGIN.address)
         assert client.requests.count((RUDE.peer_id, RUDE.address)) == 1
 
 
-def test_what_happened_is_reported_until_a_tracker_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_happened_is_reported_until_a_tracker_answers(monkeypatch: pytest.MonkeyPatch):
     """Failures with the provider, and if its bytes were wrong; the slice is wanted again; then that it is here."""
     monkeypatch.setattr(swarm_reader, "_UNANSWERED_S", 0.01)
     monkeypatch.setattr("forebay.swarm.trackers._DEAD_S", 0.0)
@@ -203,7 +203,7 @@ def wait_idly(reader: SwarmReader, clock: Clock, seconds: float) -> None:
     lambda body: GOOD, lambda body: {**GOOD, "wait_s": 10.0, "sharers": [HOLDER]},
     lambda body: {**GOOD, "assignments": [{**HOLDER, "index": 0}]},
 ])  # fmt: skip
-def test_a_tracker_of_which_nothing_comes_is_left_after_ten_seconds(reply: Callable[[dict], dict]) -> None:
+def test_a_tracker_of_which_nothing_comes_is_left_after_ten_seconds(reply: Callable[[dict], dict]):
     """However politely it answers, also if it names somebody who sends nothing; the next one names a provider."""
     clock = Clock()
     client = StubClient({RUDE.address: reply, HONEST.address: honest_tracker()})
@@ -219,7 +219,7 @@ def test_a_tracker_of_which_nothing_comes_is_left_after_ten_seconds(reply: Calla
 
 
 @pytest.mark.parametrize("num_bytes, is_left", [(1000, True), (100 << 20, False)])
-def test_a_tracker_is_judged_by_what_verified(num_bytes: int, is_left: bool) -> None:
+def test_a_tracker_is_judged_by_what_verified(num_bytes: int, is_left: bool):
     clock = Clock()
     client = StubClient({RUDE.address: lambda body: {**GOOD, "assignments": [{**HOLDER, "index": 0}]}})
     with closing(reading(client, now=clock)) as reader:
@@ -230,7 +230,7 @@ def test_a_tracker_is_judged_by_what_verified(num_bytes: int, is_left: bool) -> 
         assert (RUDE.address in reader._tracker._left) is is_left
 
 
-def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one() -> None:
+def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one():
     """And a tracker again some minutes later."""
     clock, direct = Clock(), [StubClient()]
     client = StubClient(dict.fromkeys([RUDE.address, HONEST.address], lambda body: GOOD))
@@ -247,7 +247,7 @@ def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one() -> N
             reader.sources(0)
 
 
-def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(swarm_reader, "_REFUSED_S", 0.0)
     url = {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://example.org/data"}]}
 
@@ -259,7 +259,7 @@ def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
-def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_path: Path) -> None:
+def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_path: Path):
     """A member that serves as a tracker may answer anything; the reader gives up within its patience."""
     answers = [{**GOOD, "sharers": [{**HOLDER, **wrong}], **wrong}]
     client = StubClient({RUDE.address: lambda body: answers.pop() if answers else None})
@@ -268,7 +268,7 @@ def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_pat
         assert isinstance(named(reader), NetworkError)
 
 
-def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path: Path) -> None:
+def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path: Path):
     """Whatever fails in its thread, here the look-up of trackers, a transfer ends within the reader's patience."""
     before = threads.failures().get("swarm", 0)
     failing = [RuntimeError("unexpected"), RuntimeError("unexpected")]

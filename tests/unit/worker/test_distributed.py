@@ -21,7 +21,7 @@ def run_alone(config: WorkerConfig, lines: list[str]) -> Any:
     return asyncio.run(run())
 
 
-def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path) -> None:
+def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path):
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "line {i} of many"}}\n' for i in range(500)))
     shared = {"dataset_name": str(tmp_path / "texts.jsonl"), "tokenizer_name": "bytes"}
     shared |= {"batch_size": 6, "seq_len": 8, "num_steps": 5}
@@ -35,7 +35,7 @@ def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path) 
     assert any("effective batch size 6 (6 x 1)" in line for line in lines)
 
 
-def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
+def test_a_worker_that_waits_for_others_can_be_stopped():
     async def run(address):
         waits = threading.Event()
         config = WorkerConfig(trainer="count", coordinator=address)
@@ -51,7 +51,7 @@ def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
     assert not report.finished and report.steps == 0
 
 
-def test_settings_that_workers_share() -> None:
+def test_settings_that_workers_share():
     config = WorkerConfig(dataset_name="pile")
     shared = shared_settings(config)
     needed = {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}

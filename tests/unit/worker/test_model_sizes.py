@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
-def test_the_bound_holds_and_is_near(name: str) -> None:
+def test_the_bound_holds_and_is_near(name: str):
     """Beside what autograd saves for the way back, for two shapes of a batch."""
     size, vocab_size, seq_len = SIZES[name], 300, 32
     model = runpy.run_path(str(ROOT / "examples" / "train_gpt.py"))["Gpt"](vocab_size, seq_len, size)
@@ -42,7 +42,7 @@ def _saved_bytes(model, weights, ids):
     return sum(saved.values())
 
 
-def test_the_command_proposes_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_proposes_what_fits(capsys: pytest.CaptureFixture[str]):
     """By the guide 32 for tiny, 4 for medium; fewer where fewer fit; refused where none does."""
     for name, memory, proposed in (("tiny", "80GB", 32), ("medium", "24GB", 4), ("medium", "5GB", 2)):
         assert main(f"plan --model-size {name} --seq-len 1024 --memory {memory}".split()) == 0

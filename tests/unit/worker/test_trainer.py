@@ -9,7 +9,7 @@ from forebay.errors import UsageError
 from forebay.worker.trainer import CountTrainer, trainer_class
 
 
-def test_counts_learn_in_bounded_memory() -> None:
+def test_counts_learn_in_bounded_memory():
     trainer, ids, losses = CountTrainer(32), np.arange(17)[None] % 32, []
     for shift in range(40):
         labels = (ids[:, 1:] + shift) % 32
@@ -24,7 +24,7 @@ def test_counts_learn_in_bounded_memory() -> None:
     assert wide.step(ids, np.full((1, 3), -100)) == 0.0
 
 
-def test_the_trainer_of_a_program(tmp_path: Path) -> None:
+def test_the_trainer_of_a_program(tmp_path: Path):
     assert trainer_class("count") is CountTrainer
     program, text = tmp_path / "mine.py", "class Mine:\n    def __init__(self, **settings): self.settings = settings\n"
     program.write_text(f"{text}import no_such_package\n")

@@ -34,7 +34,7 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_defaults_of_the_guide() -> None:
+def test_the_defaults_of_the_guide():
     config = WorkerConfig()
     batches = [WorkerConfig(batch_size=size).effective_batch_size(world) for world, size in ((4, 8), (8, 4), (16, 2))]
     assert batches == [32, 32, 32]
@@ -55,7 +55,7 @@ def test_the_defaults_of_the_guide() -> None:
         ({"dataset_name": "someone/something"}, 512, "gpt2"),
     ],
 )
-def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int, tokenizer: str | None) -> None:
+def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int, tokenizer: str | None):
     config = WorkerConfig(**settings)
     assert config.dataset_type == ("huggingface" if "dataset_name" in settings else "dummy")
     assert (config.resolved_seq_len(), config.resolved_tokenizer()) == (seq_len, tokenizer)
@@ -77,13 +77,13 @@ def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int, tokeni
         ('{"lanes": 0}', "lanes"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: str, words: str) -> None:
+def test_what_cannot_be_is_refused(settings: str, words: str):
     with pytest.raises(UsageError, match=words):
         WorkerConfig(**json.loads(settings))
 
 
 @pytest.mark.parametrize("dataset_type", ["dummy", "distributed_dummy"])
-def test_dummies_train_without_any_framework(dataset_type: str) -> None:
+def test_dummies_train_without_any_framework(dataset_type: str):
     lines = []
 
     async def run():
@@ -101,7 +101,7 @@ def test_dummies_train_without_any_framework(dataset_type: str) -> None:
     assert lines[-1].startswith("done: step 6/6")
 
 
-def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path) -> None:
+def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path):
     async def run():
         config = WorkerConfig(
             dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, trainer="count", num_steps=10**6
@@ -142,14 +142,14 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path) -> None:
         ({"dataset_name": "", "vocab_size": 9, "lanes": 2, "tokenizer_name": "bytes"}, ["vocab_size"]),
     ],
 )
-def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any], named: list[str]) -> None:
+def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any], named: list[str]):
     lines: list[str] = []
     settings = {**settings, "dataset_name": str(corpus)} if "dataset_name" in settings else settings
     Training(WorkerConfig(num_steps=1, **settings), threading.Event(), lines.append).run()
     assert [line.partition(":")[0] for line in lines if "without effect" in line] == named
 
 
-def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
 
     def short(self, inputs, labels):
@@ -165,14 +165,14 @@ def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch)
     assert type(error.__cause__).__name__ == "OutOfMemoryError"
 
 
-def test_what_counts_as_out_of_memory() -> None:
+def test_what_counts_as_out_of_memory():
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
     assert not is_out_of_memory(RuntimeError("shapes differ")) and not is_out_of_memory(ValueError("out of memory"))
     assert "a device with more memory" in str(out_of_memory(MemoryError(), WorkerConfig(batch_size=1, seq_len=16)))
 
 
-def test_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     settings = tmp_path / "worker.toml"
     settings.write_text('tokenizer-name = "bytes"\nseq_len = 16\nbatch_size = 3\nnum_steps = 4\ntrainer = "count"\n')
     assert main(f"--config {settings} --dataset-name {corpus} --batch-size 5 --json --quiet".split()) == 0

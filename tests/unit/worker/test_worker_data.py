@@ -51,7 +51,7 @@ def rows_by_id(dataset: Batches) -> dict[int, tuple[bytes, bytes]]:
     return result
 
 
-def test_the_catalogue_prints_as_the_guide_does() -> None:
+def test_the_catalogue_prints_as_the_guide_does():
     result = list_available_datasets()
     assert "\n".join(f"{item['name']}: {item['description']}" for item in result) == GUIDE
     assert [item["size"] for item in result] == ["15T tokens", "1.3T tokens", "825 GB", "1 MB", "~5 MB"]
@@ -60,7 +60,7 @@ def test_the_catalogue_prints_as_the_guide_does() -> None:
     assert result[0]["size_tokens"] == 15 * 10**12 and result[4]["size_bytes"] == 5 * 10**6
 
 
-def test_names_and_the_rule_of_streaming() -> None:
+def test_names_and_the_rule_of_streaming():
     custom = find_entry("bigcode/the-stack")
     assert (custom.streaming, custom.buffer_size, custom.tokenizer, custom.seq_len) == (True, 10_000, "gpt2", 512)
     assert custom.text_key == "content"
@@ -77,13 +77,13 @@ def test_names_and_the_rule_of_streaming() -> None:
     assert streaming == [True, False, True]
 
 
-def test_dummy_tokens_never_change() -> None:
+def test_dummy_tokens_never_change():
     tokens = dummy_samples(np.arange(8, dtype=np.int64), seed=42, seq_len=32, vocab_size=50257)
     assert tokens.shape == (8, 33)
     assert hashlib.sha256(tokens.astype("<i8").tobytes()).hexdigest()[:16] == "7c218e3345a8c6c6"
 
 
-def test_a_dummy_begins_anew_each_time_and_has_a_length() -> None:
+def test_a_dummy_begins_anew_each_time_and_has_a_length():
     data = DummyDataset(num_batches=3)
     first = rows_by_id(data)
     assert len(data) == 3 and len(first) == 12
@@ -91,7 +91,7 @@ def test_a_dummy_begins_anew_each_time_and_has_a_length() -> None:
     assert rows_by_id(data) == first
 
 
-def test_dummies_as_tensors_leave_the_generator_alone() -> None:
+def test_dummies_as_tensors_leave_the_generator_alone():
     torch = pytest.importorskip("torch")
     before = torch.random.get_rng_state()
     inputs, labels = next(iter(DummyDataset()))
@@ -101,7 +101,7 @@ def test_dummies_as_tensors_leave_the_generator_alone() -> None:
 
 
 @pytest.mark.parametrize("world_size, lanes", [(1, None), (2, None), (3, 1), (4, 6)])
-def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, lanes: int | None) -> None:
+def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, lanes: int | None):
     alone = rows_by_id(text_dataset(texts, batch_size=2 * world_size, lanes=lanes or world_size))
     parts = [
         rows_by_id(text_dataset(texts, batch_size=2, rank=rank, world_size=world_size, lanes=lanes))
@@ -113,7 +113,7 @@ def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, la
     assert sum(map(len, parts)) == len(alone)
 
 
-def test_text_in_ids_out_and_no_sample_is_padded(texts: Path) -> None:
+def test_text_in_ids_out_and_no_sample_is_padded(texts: Path):
     data = text_dataset(texts, buffer_size=0, batch_size=4)
     ids = []
     for batch in data.batches():
@@ -125,7 +125,7 @@ def test_text_in_ids_out_and_no_sample_is_padded(texts: Path) -> None:
     assert data.vocab_size == 257
 
 
-def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog: pytest.LogCaptureFixture):
     data = text_dataset(texts, seq_len=64, batch_size=100, num_batches=9)
     with caplog.at_level(logging.WARNING, "forebay.worker"):
         epochs = [batch.epoch for batch in data.batches()]
@@ -137,7 +137,7 @@ def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog:
 
 
 @pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
-def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
+def test_state_goes_on_with_the_next_batch(texts: Path, kind: str):
     def fresh():
         if kind == "text":
             return text_dataset(texts)
@@ -157,7 +157,7 @@ def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
-def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
+def test_ranks_may_change_in_the_midst(texts: Path, kind: str):
     """Two ranks take two steps of two samples each, then three ranks go on: nothing twice, nothing left out."""
 
     def data(rank, world_size, sample):
@@ -184,7 +184,7 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
     assert sorted(row for part in result for row in part) == sorted(taken(data(0, 1, 0), 10))
 
 
-def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
+def test_the_first_batch_waits_for_few_documents(tmp_path: Path):
     path = tmp_path / "many.txt"
     path.write_text("".join(f"line {i:0100}\n" for i in range(12_000)))
     read = []
@@ -196,7 +196,7 @@ def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
     assert read[0] < 1500 and read[1] > 10_000
 
 
-def test_the_first_cause_of_a_librarys_error_is_told() -> None:
+def test_the_first_cause_of_a_librarys_error_is_told():
     def rows():
         yield {"text": "one"}
         try:
@@ -213,7 +213,7 @@ def test_the_first_cause_of_a_librarys_error_is_told() -> None:
         next(iter(stream))
 
 
-def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path: Path) -> None:
+def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path: Path):
     path = tmp_path / "body.jsonl"
     path.write_text('{"prose": "some text", "id": 1}\n' * 9)
     reported = r"body\.jsonl: .*got nothing among prose, id, in every record\. Name it with text_key"

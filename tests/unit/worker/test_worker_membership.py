@@ -24,9 +24,7 @@ def coordinator() -> Iterator[Coordinator]:
         yield coordinator
 
 
-def test_heartbeats_go_on_after_an_unexpected_exception(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heartbeats_go_on_after_an_unexpected_exception(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch):
     """A broken line in revoked.txt, a descriptor limit: whatever a request raises, news of a change still arrives."""
     real, raised, deaths = Client.request_json, [], []
     monkeypatch.setattr(threading, "excepthook", deaths.append)
@@ -63,7 +61,7 @@ def _state(**more):
     return MembershipState("w", "host:1", **{**value, **more}), now
 
 
-def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patience_ends() -> None:
+def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patience_ends():
     state, now = _state()
     operation, pauses, effect = state.agreeing(), [], None
     with pytest.raises(CoordinatorUnreachableError, match="no answer for 30 s"):
@@ -78,7 +76,7 @@ def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patien
     assert 25 < now[0] <= 30 and len(pauses) > 10 and max(pauses) <= 2.0
 
 
-def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_session() -> None:
+def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_session():
     sessions = iter("ab")
     state, _ = _state(new_session=lambda: next(sessions))
     joining = state.joining()
@@ -100,7 +98,7 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
 
 def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Who starts it again, such as a service manager, may be faster than the coordinator."""
     monkeypatch.setattr(membership_state, "NOTICE_S", 3600.0)
     real, refused = Client.request_json, threading.Event()

@@ -15,7 +15,7 @@ def cpu_s(html: str) -> float:
 
 
 @pytest.mark.parametrize("html", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_pages_cost_linear_time(html: str) -> None:
+def test_hostile_pages_cost_linear_time(html: str):
     extract_html("<p>compiled")
     quarter = cpu_s(html[: len(html) // 4])
     assert cpu_s(html) < 8 * quarter + 0.5

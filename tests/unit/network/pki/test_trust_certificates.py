@@ -70,9 +70,7 @@ def org_dir(network_dir: Path, tmp_path: Path) -> Path:
     return tmp_path / "org"
 
 
-def test_an_organisations_node_says_whose_it_is_and_what_it_may(
-    org_dir: Path, tmp_path: Path, make_identity: Make
-) -> None:
+def test_an_organisations_node_says_whose_it_is_and_what_it_may(org_dir: Path, tmp_path: Path, make_identity: Make):
     node = join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"worker"}), ("c4-en",)))
     seen = meets(make_identity("r"), node)
     assert (seen.peer_id, seen.org) == (node.peer_id, read_issuer(org_dir).peer_id)
@@ -84,7 +82,7 @@ def test_an_organisations_node_says_whose_it_is_and_what_it_may(
     assert names.get_values_for_type(x509.DNSName) == [certificates.SERVER_NAME]
 
 
-def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:
+def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="may give data, worker, got scheduler"):
         join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"scheduler"})))
     wide = join(org_dir, tmp_path / "w", "w", scope=Scope(datasets=("*",))).scope
@@ -124,7 +122,7 @@ def forge(issuer: Issuer, node: Identity, *extensions: x509.ExtensionType, names
 CROWN = {"roles": ["admin"], "datasets": []}
 
 
-def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:
+def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_path: Path):
     """An organisation signs what it likes with its own key; a peer of the node decides by what the root gave."""
     node, root, org = join(org_dir, tmp_path / "n", "n"), read_issuer(network_dir), read_issuer(org_dir)
     create_organisation(network_dir, tmp_path / "rich", "rich")
@@ -157,7 +155,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_p
 
 def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organisation(
     org_dir: Path, network_dir: Path, tmp_path: Path, make_identity: Make
-) -> None:
+):
     """OpenSSL takes no certificate for the issuer whose key id is another's than the certificate names."""
     server, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(network_dir)
     node = join(org_dir, tmp_path / "n", "n")
@@ -179,7 +177,7 @@ def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organis
 
 def test_expiry_is_logged_and_refused(
     network_dir: Path, org_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     node = join(network_dir, tmp_path / "n", "n", valid_days=20)
     assert not caplog.records  # short-lived, and new
     node.warn_of_expiry(time.time() + 14 * 86400)
@@ -190,7 +188,7 @@ def test_expiry_is_logged_and_refused(
     assert checked.valid_until == org.cert.not_valid_after_utc.timestamp()
 
 
-def test_a_second_root_is_refused(network_dir: Path, tmp_path: Path) -> None:
+def test_a_second_root_is_refused(network_dir: Path, tmp_path: Path):
     create_network(tmp_path / "evil", "test-network")
     pem = (network_dir / "root-cert.pem").read_bytes() + (tmp_path / "evil" / "root-cert.pem").read_bytes()
     (network_dir / "root-cert.pem").write_bytes(pem)
@@ -198,7 +196,7 @@ def test_a_second_root_is_refused(network_dir: Path, tmp_path: Path) -> None:
         read_root(network_dir)
 
 
-def test_a_renewed_certificate_is_taken_up_without_a_restart(network_dir: Path, make_identity: Make) -> None:
+def test_a_renewed_certificate_is_taken_up_without_a_restart(network_dir: Path, make_identity: Make):
     node, other = make_identity("n"), make_identity("o")
     context = node.client_context()
     before = shake(other.server_context(), context)[1]
@@ -210,7 +208,7 @@ def test_a_renewed_certificate_is_taken_up_without_a_restart(network_dir: Path, 
     assert node.expires_at == pytest.approx(time.time() + 99 * 86400, abs=60)
 
 
-def test_an_organisation_is_renewed(network_dir: Path, org_dir: Path) -> None:
+def test_an_organisation_is_renewed(network_dir: Path, org_dir: Path):
     before = read_issuer(org_dir)
     assert renew_organisation(network_dir, org_dir, valid_days=9) == before.peer_id
     after = read_issuer(org_dir)

@@ -5,7 +5,7 @@ from forebay.prepare.clean.boilerplate import Boilerplate
 from support.batches import stage_texts, to_batch
 
 
-def test_lines_go_and_text_stays() -> None:
+def test_lines_go_and_text_stays():
     page = (
         "Home\nNews\n\nSport\nWeather\nMore About Us\n"
         "The council met on Tuesday.\nShare\n  READ MORE  \nWe use cookies to improve this site.\n"
@@ -19,7 +19,7 @@ def test_lines_go_and_text_stays() -> None:
     ]
 
 
-def test_what_is_not_boilerplate() -> None:
+def test_what_is_not_boilerplate():
     long = "He read the privacy policy. " * 8  # a long line is text, whatever it speaks of
     texts = [
         "a\nb\nc\nd\nhello, my friend.",
@@ -32,7 +32,7 @@ def test_what_is_not_boilerplate() -> None:
     assert stage_texts(Boilerplate(), texts) == texts
 
 
-def test_counts_and_empty() -> None:
+def test_counts_and_empty():
     batch = to_batch(["Menu\nHome", "Menu\nText is here.", "\n \n", "a\n" * 5])
     verdict = Boilerplate().apply(batch)
     assert verdict.drop.tolist() == [0, -1, 0, 0] and Boilerplate().reasons == ("empty",)
@@ -40,7 +40,7 @@ def test_counts_and_empty() -> None:
     assert Boilerplate(menu_lines=0).apply(batch).drop.tolist() == [0, -1, 0, -1]
 
 
-def test_patterns_of_the_user(tmp_path: Path) -> None:
+def test_patterns_of_the_user(tmp_path: Path):
     path = tmp_path / "patterns"
     path.write_text("# ours\nanywhere here\n^Starts\n=Whole Line\n\n=Über uns\n")
     stage = Boilerplate(english=False, patterns=str(path), menu_lines=0)

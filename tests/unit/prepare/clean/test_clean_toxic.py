@@ -14,7 +14,7 @@ def lists(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_words_stand_apart(lists: Path) -> None:
+def test_words_stand_apart(lists: Path):
     texts = [
         "DARN it",
         "darned",
@@ -34,14 +34,14 @@ def test_words_stand_apart(lists: Path) -> None:
     assert stage_texts(Toxic(str(lists)), texts) == texts
 
 
-def test_annotation_scores_and_drops_nothing(lists: Path) -> None:
+def test_annotation_scores_and_drops_nothing(lists: Path):
     for stage in (Toxic(), Toxic(str(lists))):
         result = stage.annotation().apply(to_batch(["fuck " * 20, "A walk by the river."]))
         assert result.drop.tolist() == [-1, -1]
     assert Toxic().annotation().apply(to_batch(["fuck " * 20, "A walk."])).batch["toxic_score"].to_pylist()[0] > 1
 
 
-def test_languages_choose_the_list(lists: Path) -> None:
+def test_languages_choose_the_list(lists: Path):
     texts, languages = ["说坏话的人", "darn", "坏话", "darn", "गधा", "गधाा"], ["zh", "zh", "en", "xx", "hi", "hi"]
     verdict = Toxic(str(lists)).apply(to_batch(texts, languages))
     assert verdict.drop.tolist() == [0, -1, -1, -1, 0, -1]
@@ -50,12 +50,12 @@ def test_languages_choose_the_list(lists: Path) -> None:
     assert drop_codes(Toxic(str(lists), language="../en"), ["darn"]) == [-1]
 
 
-def test_limits(lists: Path) -> None:
+def test_limits(lists: Path):
     texts = ["darn", "darn darn", "darn darn darn", "darn and a long text after it"]
     assert drop_codes(Toxic(str(lists), max_matches=2), texts) == [-1, -1, 0, -1]
 
 
-def test_lexicon_without_any_setting() -> None:
+def test_lexicon_without_any_setting():
     texts = ["You are a fucking moron.", "The blue tit and the cock.", "word " * 600 + "fuck", "Du Arschficker", ""]
     result = Toxic().apply(to_batch(texts, ["en", "en", "en", "de", "en"]))
     assert [result.batch["toxic_score"][i].as_py() for i in (0, 4)] == [100.0, 0.0]
@@ -66,7 +66,7 @@ def test_lexicon_without_any_setting() -> None:
     assert drop_codes(Toxic(), ["这个 傻屄 他妈的 操你妈"], ["cmn_Hani"]) == [2]
 
 
-def test_precision_and_recall_of_the_lexicon() -> None:
+def test_precision_and_recall_of_the_lexicon():
     """The texts are ours, written for this test; so is the judgement. Threats in polite words are beyond a lexicon."""
     lines = (Path(__file__).parent / "toxic_texts.tsv").read_text("utf-8").splitlines()
     labels, languages, texts = zip(*(line.split("\t") for line in lines))

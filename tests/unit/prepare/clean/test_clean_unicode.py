@@ -28,7 +28,7 @@ from support.batches import stage_texts, to_batch
         ("", ""),
     ],
 )
-def test_repairs(dirty: str, expected: str) -> None:
+def test_repairs(dirty: str, expected: str):
     assert stage_texts(Unicode(), [dirty, "between", dirty]) == [expected, "between", expected]
 
 
@@ -44,11 +44,11 @@ def test_repairs(dirty: str, expected: str) -> None:
         "O refrain, refrain!\nO refrain, refrain!\nO refrain, refrain!",
     ],
 )
-def test_what_a_text_means_stays(text: str) -> None:
+def test_what_a_text_means_stays(text: str):
     assert stage_texts(Unicode(), [text]) == [text]
 
 
-def test_counts_by_kind() -> None:
+def test_counts_by_kind():
     verdict = Unicode().apply(to_batch(["schÃ¶n \r\n\n\n\n\u200ba\x00e\u0301", "fine"]))
     assert verdict.counts == {
         "mojibake": 1,
@@ -62,14 +62,14 @@ def test_counts_by_kind() -> None:
     assert verdict.drop.tolist() == [-1, -1]
 
 
-def test_options() -> None:
+def test_options():
     text = "ﬁne  \n\n\n\nschÃ¶n\u200b\u00ad\x01\u202e e\u0301"
     off = Unicode(mojibake=False, form="none", max_blank_lines=-1)
     assert stage_texts(off, [text]) == ["ﬁne\n\n\n\nschÃ¶n\u202e e\u0301"]
     assert stage_texts(Unicode(form="NFKC", max_blank_lines=0), [text]) == ["fine\nschön\u202e é"]
 
 
-def test_long_runs_of_marks_are_cut() -> None:
+def test_long_runs_of_marks_are_cut():
     text = "x" + "\u0316\u0301" * 50 + "algo"
     (cut,) = stage_texts(Unicode(), [text])
     assert sum(unicodedata.combining(c) > 0 for c in cut) == MAX_MARKS

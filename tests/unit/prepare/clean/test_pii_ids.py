@@ -47,7 +47,7 @@ NUMBERS = {  # as authorities publish them, or computed by their rules; with `~`
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_numbers(kind: str) -> None:
+def test_numbers(kind: str):
     stage = Pii(kinds=(kind,))
     good = [text for text in NUMBERS[kind] if text[0] != "~"]
     invalid = [f"See {text[1:]}, it says." for text in NUMBERS[kind] if text[0] == "~"]
@@ -56,7 +56,7 @@ def test_numbers(kind: str) -> None:
     assert stage_texts(stage, invalid) == invalid
 
 
-def test_kinds_of_a_country_and_those_beside_others() -> None:
+def test_kinds_of_a_country_and_those_beside_others():
     text = "SSN 457-55-5462, AB123456C, a@b.com, BSN 111222333, 00:1A:2B:3C:4D:5E"
     assert stage_texts(Pii(kinds=("us", "uk")), [text]) == [
         "SSN <us_ssn>, <uk_nino>, a@b.com, BSN 111222333, 00:1A:2B:3C:4D:5E"
@@ -70,12 +70,12 @@ def test_kinds_of_a_country_and_those_beside_others() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_part_of_something_longer_stays() -> None:
+def test_what_is_part_of_something_longer_stays():
     texts = ["x-457-55-5462", "457-55-5462-1", "$457-55-5462", "/457-55-5462", "457-55-5462@host", "é457-55-5462"]
     assert stage_texts(Pii(kinds=("us_ssn",)), texts) == [*texts[:5], "é<us_ssn>"]
 
 
-def test_documents_with_much_personal_data_are_dropped() -> None:
+def test_documents_with_much_personal_data_are_dropped():
     texts = ["a@b.com and c@d.com", "a@b.com " + "word " * 999, "word " * 50, ""]
     assert drop_codes(Pii(), texts) == [-1] * 4
     result = Pii(max_count=1).apply(to_batch(texts))

@@ -24,7 +24,7 @@ AFTER_A_SELECTION = {"read": {"columns": {"n": "number"}}, "select": {"column": 
 
 
 @pytest.mark.parametrize("method, before", [("overlap", {}), ("ngram", {}), ("ngram", AFTER_A_SELECTION)])
-def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str, before: dict) -> None:
+def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str, before: dict):
     chance = random.Random(7)
     pool = [" ".join(chance.choices(WORDS, k=30)) for _ in range(600)]
     instances = [{"id": f"i{i}", "question": pool[2 * i], "answer": pool[2 * i + 1]} for i in range(60)]
@@ -92,7 +92,7 @@ def test_decisions_are_those_of_the_definition(
     ngram: int,
     min_ratio: float,
     start: int,
-) -> None:
+):
     path = tmp_path_factory.mktemp("sets") / "set.jsonl"
     rows = [{f"f{i}": field for i, field in enumerate(fields) if field} for fields in records]
     write_jsonl(path, [row for row in rows if row] or [{"f0": "none"}])
@@ -104,7 +104,7 @@ def test_decisions_are_those_of_the_definition(
     assert [code == 0 for code in drop] == expected
 
 
-def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
+def test_cut_removes_the_match_and_its_margin(tmp_path: Path):
     instance = "The quick brown fox jumps over the lazy dog while seven wizards watch"
     sets = (str(write_jsonl(tmp_path / "s.jsonl", [{"text": instance}])),)
     stage = Decontaminate(sets=sets, action="cut", margin=20, max_pieces=2)
@@ -117,7 +117,7 @@ def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
     assert [(row, hit["action"]) for row, hit in result.hits] == [(0, "cut"), (1, "dropped"), (2, "dropped")]
 
 
-def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
+def test_fields_are_chosen_and_lists_count(tmp_path: Path):
     rows = [{"q": "alpha beta gamma delta", "choices": {"text": ["one two three", "four five six"]}, "n": 5}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     texts = ["alpha beta gamma delta", "one two three four five six", "five six"]
@@ -129,7 +129,7 @@ def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"question": 5}\n', b'{"question": "\xff"}\n', b""])
-def test_a_damaged_set_is_an_error(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_set_is_an_error(tmp_path: Path, data: bytes):
     (tmp_path / "set.jsonl").write_bytes(data)
     with pytest.raises(PrepareError, match=r"set\.jsonl"):
         Decontaminate(sets=(str(tmp_path / "set.jsonl"),), format="jsonl").files()

@@ -40,7 +40,7 @@ def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), keep=st.sampled_from(["first", "longest"]), cut=st.integers(0, 60))
-def test_clusters_and_who_stays(fresh: Callable[[], Bench], seed: int, keep: str, cut: int) -> None:
+def test_clusters_and_who_stays(fresh: Callable[[], Bench], seed: int, keep: str, cut: int):
     rng = np.random.default_rng(seed)
     texts = [" ".join(rng.choice(["x", "y", "z"], rng.integers(0, 9))) + " " * int(rng.integers(3)) for _ in range(60)]
     config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, normalise="space")
@@ -94,7 +94,7 @@ def reference_cut(texts: list[str], drop: list[int], min_value: int) -> list[str
     cut=st.integers(0, 12),
     exact=st.booleans(),
 )
-def test_lines_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int, exact: bool) -> None:
+def test_lines_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int, exact: bool):
     bench = fresh()
     config = Dedup(exact=exact, lines=True, min_characters=2)
     pieces = [texts[:cut], texts[cut:]]
@@ -103,18 +103,18 @@ def test_lines_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int, e
     assert result.units_cut == {"lines cut": sum(int(cut.flags.load().sum()) for (cut,) in result.cut)}
 
 
-def test_without_normalisation_blanks_count(bench: Bench) -> None:
+def test_without_normalisation_blanks_count(bench: Bench):
     assert bench.codes(["a b", "a  b", "", "a b", ""], Dedup(exact=True, normalise="none")) == [0, 0, 0, 1, 0]
 
 
-def test_cutting_other_texts_is_refused(bench: Bench) -> None:
+def test_cutting_other_texts_is_refused(bench: Bench):
     config = Dedup(lines=True, min_characters=1)
     result = bench.deduplicate([bench.sign(["a\nb", "a"], config)], config)
     with pytest.raises(PrepareError, match="have changed since"):
         Cutter(result.cut[0]).cut(column(["a\nb\nc\nd\ne"]), 0)
 
 
-def test_the_same_files_for_any_parts_memory_and_scale(bench: Bench, tmp_path: Path) -> None:
+def test_the_same_files_for_any_parts_memory_and_scale(bench: Bench, tmp_path: Path):
     config, corpus = Dedup(exact=True, minhash=True), make_chains()
     full = bench.deduplicate([bench.sign(corpus, config)], config)
     assert min(full.dropped) > 20

@@ -19,7 +19,7 @@ def share_that_meets(texts: Any, config: Dedup) -> float:
 
 
 @pytest.mark.parametrize("bands, rows", [(14, 8), (16, 7)])
-def test_the_curve_is_that_of_theory(bands: int, rows: int) -> None:
+def test_the_curve_is_that_of_theory(bands: int, rows: int):
     n = 1000
     for seed, expected in enumerate((0.5, 0.8, 0.9)):
         texts, jaccard = similar_pairs(np.random.default_rng(seed), np.full(n, expected), 108)
@@ -31,7 +31,7 @@ def test_the_curve_is_that_of_theory(bands: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("count", ["100", "1000"])
-def test_articles_with_known_pairs(bench: Bench, count: str) -> None:
+def test_articles_with_known_pairs(bench: Bench, count: str):
     folder = shared_data("neardup")
     lines = [line.split(" ", 1) for line in (folder / f"articles_{count}.train").read_text().splitlines()]
     truth = [line.split() for line in (folder / f"articles_{count}.truth").read_text().splitlines()]
@@ -43,7 +43,7 @@ def test_articles_with_known_pairs(bench: Bench, count: str) -> None:
     assert dropped == {max(pair, key=order.__getitem__) for pair in truth}
 
 
-def test_what_words_are() -> None:
+def test_what_words_are():
     def signature(text):
         data = np.frombuffer(text.encode(), np.uint8)
         result = MinHash().sign_texts(text_column(np.array([0, len(data)], np.int64), data))[0].tolist()
@@ -60,14 +60,14 @@ def test_what_words_are() -> None:
         assert not any(signature(empty))
 
 
-def test_damaged_text_is_signed() -> None:
+def test_damaged_text_is_signed():
     # Arrow does not check UTF-8; what claims to be longer than its text must not be read past its end.
     data = np.frombuffer(b"ab\xf0\x9fcd \xff\xfe\x80 ef\xe2", np.uint8)
     offsets = np.array([0, 4, len(data)], np.int64)
     assert MinHash().sign_texts(text_column(offsets, data)).all()
 
 
-def test_a_long_text_is_signed_in_blocks_like_any_other() -> None:
+def test_a_long_text_is_signed_in_blocks_like_any_other():
     words = [f"w{i}" for i in range(30_000)]
     config = Dedup(minhash=True, bands=128, rows=1)
     pair = ["\n".join(words), " ".join(words[15_000:] + words[:15_000])]

@@ -48,7 +48,7 @@ def gap_near(values: NDArray[np.float32], similarity: float) -> float:
 
 
 @pytest.mark.parametrize("keep", ["first", "best"])
-def test_decisions_are_those_of_the_definition(bench: Bench, keep: str) -> None:
+def test_decisions_are_those_of_the_definition(bench: Bench, keep: str):
     rng = np.random.default_rng(1)
     values = vectors(rng, 300)
     scores = rng.integers(0, 4, 300).astype(np.float64) if keep == "best" else np.zeros(300)
@@ -66,7 +66,7 @@ def test_decisions_are_those_of_the_definition(bench: Bench, keep: str) -> None:
         assert 30 < result.dropped[0] == sum(codes)
 
 
-def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path: Path) -> None:
+def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path: Path):
     values = vectors(np.random.default_rng(3), 900)
     config = Dedup(semantic=True, dimension=30, exact=True, similarity=0.9)
     texts = [f"text {i % 800}" for i in range(900)]
@@ -85,14 +85,14 @@ def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path: Path) ->
     assert contents[0] == contents[1] == contents[2] and {0, 1, 2} == set(contents[0])
 
 
-def test_documents_without_an_embedding_stay(bench: Bench) -> None:
+def test_documents_without_an_embedding_stay(bench: Bench):
     values = [[1.0, 0.0], None, [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], None, [float("nan"), 1.0], [1e30, 0.0]]
     config = Dedup(semantic=True, dimension=2, similarity=1.0)
     part = bench.sign([""] * 8, config, embedding=pa.array(values, pa.list_(pa.float64())))
     assert bench.deduplicate([part], config).drop[0].load().tolist() == [0, 0, 1, 0, 0, 0, 0, 1]
 
 
-def test_other_embeddings_are_refused(bench: Bench) -> None:
+def test_other_embeddings_are_refused(bench: Bench):
     config = Dedup(semantic=True, dimension=3)
     with pytest.raises(
         PrepareError, match=r"dedup\.embedding: expected a column 'embedding' of lists of floats, got columns text"

@@ -17,7 +17,7 @@ from forebay.storage.store import open_store
 from support.dedup_bench import Bench
 
 
-def test_hash_has_the_published_vectors() -> None:
+def test_hash_has_the_published_vectors():
     def hexed(data):
         return "".join(f"{int(h):016x}" for h in hash128(np.frombuffer(data, np.uint8), len(data)))
 
@@ -28,12 +28,12 @@ def test_hash_has_the_published_vectors() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(texts=st.lists(st.text(st.characters(codec="utf-8")), max_size=12), cut=st.integers(1, 12))
-def test_the_same_bytes_however_batches_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int) -> None:
+def test_the_same_bytes_however_batches_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int):
     config = Dedup(exact=True, minhash=True, lines=True, min_characters=2, keep="longest")
     assert fresh().sign(texts, config, cut).sha256 == fresh().sign(texts, config).sha256
 
 
-def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
+def test_nothing_is_left_after_an_exception(tmp_path: Path):
     def fail():
         with Signer(open_store(tmp_path), "p", Dedup(exact=True, minhash=True)) as signer:
             signer.add(pa.record_batch({"text": pa.array(["a"], pa.large_string())}))
@@ -44,7 +44,7 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_truncated_signatures_are_noticed(bench: Bench) -> None:
+def test_truncated_signatures_are_noticed(bench: Bench):
     part = bench.sign(["a", "b"], Dedup(minhash=True, seed=2))
     path = Path(f"{part.prefix}.minhash")
     path.write_bytes(path.read_bytes()[:-1])
@@ -52,7 +52,7 @@ def test_truncated_signatures_are_noticed(bench: Bench) -> None:
         bench.deduplicate([part], Dedup(minhash=True, seed=2))
 
 
-def test_signatures_are_those_of_version_2(bench: Bench) -> None:
+def test_signatures_are_those_of_version_2(bench: Bench):
     """Stored signatures are compared with later ones: these numbers change only with SIGNATURE_VERSION."""
     config = Dedup(exact=True, minhash=True, lines=True, bands=2, rows=2, normalise="space")
     text = "The quick brown fox jumps over the lazy dog; Größe, 東京 and a-very-long-wordthatdoesnotend.\n"

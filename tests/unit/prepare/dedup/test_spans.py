@@ -56,7 +56,7 @@ def without_spans(texts: list[str], span: int, min_characters: int) -> list[str]
 
 
 @given(texts=st.lists(DOCUMENT, max_size=8), cut=st.integers(0, 8), span=st.integers(2, 4))
-def test_spans_of_sentences_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int, span: int) -> None:
+def test_spans_of_sentences_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int, span: int):
     config = Dedup(sentences=True, span=span, min_characters=8)
     expected = without_spans(texts, span, 8)
     assert fresh().remaining([texts[:cut], texts[cut:]], config, 1 << 16) == expected
@@ -85,7 +85,7 @@ def without_runs(texts: list[list[str]], min_words: int) -> list[list[str]]:
 )  # fmt: skip
 def test_repeated_runs_of_words_are_cut(
     fresh: Callable[[], Bench], texts: list[list[str]], copies: list[tuple[int, int, int]], min_words: int, cut: int
-) -> None:
+):
     for k, (source, start, size) in enumerate(copies):
         if texts:
             words = texts[k % len(texts)]
@@ -126,7 +126,7 @@ def without_overlap(texts: list[str], ngram: int, share: float) -> list[str]:
 )  # fmt: skip
 def test_paragraphs_whose_ngrams_were_seen_are_cut(
     fresh: Callable[[], Bench], texts: list[str], cut: int, ngram: int, share: float
-) -> None:
+):
     config = Dedup(overlap=True, overlap_ngram=ngram, overlap_share=share)
     bench = fresh()
     expected = without_overlap(texts, ngram, share)
@@ -136,7 +136,7 @@ def test_paragraphs_whose_ngrams_were_seen_are_cut(
     assert drop_codes(result) == lost and result.dropped == (sum(lost),)
 
 
-def test_sampled_ngrams_find_copied_paragraphs(bench: Bench) -> None:
+def test_sampled_ngrams_find_copied_paragraphs(bench: Bench):
     words = random_words(np.random.default_rng(5), 200, 150).reshape(200, -1).tobytes().decode().split()
     paragraphs = [" ".join(words[i : i + 150]) for i in range(0, 30_000, 150)]
     texts = ["\n".join(paragraphs[:100])] + [f"{paragraphs[i]}\n{paragraphs[i - 100]}" for i in range(100, 200)]
@@ -144,7 +144,7 @@ def test_sampled_ngrams_find_copied_paragraphs(bench: Bench) -> None:
     assert remaining == [texts[0], *paragraphs[100:]]
 
 
-def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path) -> None:
+def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path):
     rng = np.random.default_rng(4)
     texts = [" ".join(f"w{i}" for i in rng.integers(0, 60, 40)) + ".\n" for _ in range(60)]
     texts += [texts[i] + texts[i + 1][:90] + "\n" + texts[i + 2] for i in range(0, 50, 3)]
@@ -180,7 +180,7 @@ def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path) -> None
         assert contents(store) == expected
 
 
-def test_documents_of_which_most_is_cut_are_dropped(bench: Bench) -> None:
+def test_documents_of_which_most_is_cut_are_dropped(bench: Bench):
     lines = [f"This is line number {i} of the text that is copied." for i in range(10)]
     own = "A line of its own that no one has written before."
     texts = ["\n".join(lines), "\n".join([*lines[:9], own]), "\n".join([*lines[:8], *([own.upper()] * 3)]), "short"]
@@ -203,11 +203,11 @@ def test_documents_of_which_most_is_cut_are_dropped(bench: Bench) -> None:
         ("", ""),
     ],
 )
-def test_addresses(url: str, expected: str) -> None:
+def test_addresses(url: str, expected: str):
     assert normalise_url(url) == expected
 
 
-def test_equal_addresses_and_the_best_copy(bench: Bench) -> None:
+def test_equal_addresses_and_the_best_copy(bench: Bench):
     urls = ["http://a.org/x", "https://www.a.org/x/", "http://a.org/x#y", "", "", "http://b.org/x"]
     scores = pa.array([1.0, math.nan, 3.0, 5.0, 5.0, None], pa.float64())
     columns = {"url": pa.array(urls, pa.large_string()), "edu": scores}

@@ -21,7 +21,7 @@ def memory_until_two(number: int, scale: int) -> tuple[int, int, int]:
     return number, scale, os.getpid()
 
 
-def test_one_process_runs_heavy_tasks_first_and_those_that_lack_memory_again_smaller() -> None:
+def test_one_process_runs_heavy_tasks_first_and_those_that_lack_memory_again_smaller():
     messages = []
     results = {}
     with LocalEngine(1, on_message=messages.append) as engine:
@@ -38,7 +38,7 @@ def test_one_process_runs_heavy_tasks_first_and_those_that_lack_memory_again_sma
         LocalEngine(0)
 
 
-def test_long_names_are_cut() -> None:
+def test_long_names_are_cut():
     attempts = Attempts([Long()], None, lambda _: None)
     for scale in range(3):
         attempts.died(0, scale, "died")

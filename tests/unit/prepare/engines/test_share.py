@@ -46,9 +46,7 @@ def run_share(folder: Path, index: int, count: int, pieces: int, run: Any = squa
     return results
 
 
-def test_claims_of_the_dead_lapse_and_those_of_the_living_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claims_of_the_dead_lapse_and_those_of_the_living_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = open_store(tmp_path / "work")
     for number, owner in ((0, b"dead"), (1, b"unborn"), (2, b"alive")):
         store.create(f"claims/square/piece-{number}.0", owner)
@@ -75,14 +73,14 @@ def test_claims_of_the_dead_lapse_and_those_of_the_living_do_not(
     assert [path.read_text() for path in tmp_path.glob("ran-*")] == ["x\n"] * 4 and clock.now > 5 * STALE_S
 
 
-def test_other_shares_are_refused() -> None:
+def test_other_shares_are_refused():
     assert parse_share("0/1") == (0, 1) and parse_share("99/100") == (99, 100)
     for text in ("", "1", "2/2", "-1/2", "1/2/3", "a/b", "0/0"):
         with pytest.raises(UsageError, match="expected I/N"):
             parse_share(text)
 
 
-def test_an_error_of_a_task_is_raised(tmp_path: Path) -> None:
+def test_an_error_of_a_task_is_raised(tmp_path: Path):
     def fail(task, scale):
         raise ArithmeticError("of the task")
 

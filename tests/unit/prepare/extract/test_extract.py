@@ -21,7 +21,7 @@ PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-
 
 
 @pytest.mark.parametrize("html", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_pages_give_text_of_their_own(html: str) -> None:
+def test_hostile_pages_give_text_of_their_own(html: str):
     """A tenth of each; slow/prepare/extract measures that the time is linear."""
     html = html[: len(html) // 10]
     text = extract_html(html)
@@ -36,7 +36,7 @@ alttext='x&lt;y'> <script> </script> <select> <h1> </h2> <!-- --> <noscript> <x-
 
 
 @given(st.lists(st.sampled_from(PIECES.split()) | st.text(max_size=8), max_size=60))
-def test_any_page_gives_text_of_its_own(parts: list[str]) -> None:
+def test_any_page_gives_text_of_its_own(parts: list[str]):
     html = " ".join(parts)
     text = extract_html(html)
     assert text == extract_html(html)
@@ -55,20 +55,20 @@ def test_any_page_gives_text_of_its_own(parts: list[str]) -> None:
         ("<ol>" * 400 + "x<br>" * 2000, "lists nested 400 deep"),
     ],
 )
-def test_pages_for_which_resiliparse_is_not_linear_are_refused(html: str, message: str) -> None:
+def test_pages_for_which_resiliparse_is_not_linear_are_refused(html: str, message: str):
     with pytest.raises(HtmlError, match=message):
         extract_html(html, extractor="resiliparse")
     with pytest.raises(HtmlError, match=message):
         html_to_text(html)
 
 
-def test_a_wrapper_that_misleads_does_not_lose_the_page() -> None:
+def test_a_wrapper_that_misleads_does_not_lose_the_page():
     words = "Many words of a real article. " * 40
     page = f'<body><form id="aspnetForm"><div class="with-sidebar menu-open"><p>{words}</p></div></form></body>'
     assert words.strip() in extract_html(f"<html>{page}</html>")
 
 
-def test_stage() -> None:
+def test_stage():
     rows = [
         {"place": 0, "id": "", "url": "", "html": True, "text": PAGE},
         {"place": 1, "id": "", "url": "", "html": False, "text": "<b>plain</b>"},
@@ -126,7 +126,7 @@ def flow(river):
 The discharge is $Q=A<v$, measured in cubic metres a second."""
 
 
-def test_markdown_marks_the_structure() -> None:
+def test_markdown_marks_the_structure():
     assert extract_html(STRUCTURED, markdown=True) == MARKDOWN
     plain = extract_html(STRUCTURED)
     assert "River\tLength in km\nNile\t6,650" in plain
@@ -160,13 +160,13 @@ def test_markdown_marks_the_structure() -> None:
         ),
     ],
 )
-def test_text_is_read_as_a_browser_reads_it(html: str, text: str) -> None:
+def test_text_is_read_as_a_browser_reads_it(html: str, text: str):
     words = model.load_model()
     page = scan.scan_page(f"<html><body>{html}</body></html>".encode(), words.class_words, words.text_words)
     assert layout.page_text(page, np.ones(len(page.blocks), np.bool_), False) == text
 
 
-def test_quality_on_real_articles() -> None:
+def test_quality_on_real_articles():
     """Benchmarks measure a mean F1 of 0.957 on pages that a model was not trained on; this one was trained on these."""
     names = {"001", "003-metadata-preferred", "ars-1", "blogger", "gitlab-blog", "topicseed-1", "royal-road", "dev418"}
     pages = gold_articles(names).values()
@@ -178,13 +178,13 @@ def test_quality_on_real_articles() -> None:
 
 
 @pytest.mark.parametrize("name", ["trafilatura", "resiliparse"])
-def test_other_extractors(name: str) -> None:
+def test_other_extractors(name: str):
     pytest.importorskip(name)
     text = extract_html(STRUCTURED, extractor=name)
     assert "A river is a natural stream of water." in text and "Home" not in text
 
 
-def test_an_extractor_that_is_not_there() -> None:
+def test_an_extractor_that_is_not_there():
     with pytest.raises(UsageError, match=r"expected an entry point of forebay\.extractors"):
         extract_html("x", extractor="nothing")
     with pytest.raises(UsageError, match="expected settings of the extractor forebay"):

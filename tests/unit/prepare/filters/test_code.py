@@ -39,11 +39,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("text, expected", CASES)
-def test_rules(text: str, expected: str) -> None:
+def test_rules(text: str, expected: str):
     assert reason(text) == expected
 
 
-def test_extension_decides() -> None:
+def test_extension_decides():
     long = "<p>" + "word " * 400 + "</p>\n"
     many = "key: value\n" * 513
     assert reason(long, "a.js") == "code_mean_line" and reason(long, "https://x.org/a.HTML") == ""

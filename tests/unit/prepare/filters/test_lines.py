@@ -72,7 +72,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line, expected", LINES)
-def test_rules(line: str, expected: str) -> None:
+def test_rules(line: str, expected: str):
     assert rule(line) == expected
 
 
@@ -90,11 +90,11 @@ def test_rules(line: str, expected: str) -> None:
         (PLAIN + " cheap", {"stop_words": ("CHEAP",)}),
     ],
 )
-def test_rules_can_be_off(line: str, fields: dict) -> None:
+def test_rules_can_be_off(line: str, fields: dict):
     assert rule(line) != "" and rule(line, **fields) == ""
 
 
-def test_language_of_the_document() -> None:
+def test_language_of_the_document():
     line = "unsere Kinder spielen gern draußen und lachen laut dabei abends"
     assert rule(line, "de") == rule(line) == rule(line, "tlh") == ""
     assert rule(line, "en") == "no_stop_words"
@@ -103,7 +103,7 @@ def test_language_of_the_document() -> None:
     assert rule("Wort", "de", language=by_language) == "" and rule("word", "en", language=by_language) == "one_word"
 
 
-def test_counts_and_dropped_documents() -> None:
+def test_counts_and_dropped_documents():
     half = "This is a line that stays here.\n1 2 3 4 5 6 7 8"
     texts = (half, "Word\n3 likes\n", "\n\n", "", "All of this stays, and so it is.")
     result = apply(LineRules(max_removed_words=0.5), *texts)
@@ -114,6 +114,6 @@ def test_counts_and_dropped_documents() -> None:
     assert result.batch["text"].to_pylist() == list(texts)
 
 
-def test_a_line_above_the_limit_stays() -> None:
+def test_a_line_above_the_limit_stays():
     assert not apply(LineRules(), "! " * (1 << 19) + "!").counts
     assert apply(LineRules(), "! " * (1 << 18) + "\nThis is it.").counts == {"lines_symbols": 1}

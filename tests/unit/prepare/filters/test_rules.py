@@ -45,11 +45,11 @@ QUALITY = [
 
 
 @pytest.mark.parametrize("text, expected", QUALITY)
-def test_gopher_quality(text: str, expected: str) -> None:
+def test_gopher_quality(text: str, expected: str):
     assert reason(GopherQuality(), text) == expected
 
 
-def test_gopher_quality_mean_at_ten() -> None:
+def test_gopher_quality_mean_at_ten():
     assert reason(GopherQuality(min_stop_words=0), "abcdefghij " * 60) == ""
     assert reason(GopherQuality(min_stop_words=0), "abcdefghij " * 59 + "abcdefghijk") == "gopher_long_words"
 
@@ -66,14 +66,14 @@ def unique(n: int) -> list[str]:
 @pytest.mark.parametrize(
     "gap, unit", [("\n\n", "paragraphs"), ("\n\n\n", "paragraphs"), ("\n", "lines"), ("\n\n", "lines")]
 )
-def test_duplicate_parts(gap: str, unit: str) -> None:
+def test_duplicate_parts(gap: str, unit: str):
     stage = only(**{f"max_duplicate_{unit}": 0.30})
     assert reason(stage, gap.join([*unique(7), "part0", "part1", "part2"])) == ""
     assert reason(stage, gap.join([*unique(6), "part0", "part1", "part2", "part3"])) == f"gopher_duplicate_{unit}"
 
 
 @pytest.mark.parametrize("unit", ["paragraph", "line"])
-def test_duplicate_chars(unit: str) -> None:
+def test_duplicate_chars(unit: str):
     gap = "\n\n" if unit == "paragraph" else "\n"
     stage = only(**{f"max_duplicate_{unit}_chars": 0.20})
     text = gap.join(["a" * 20, "a" * 20, "b" * (60 - 2 * len(gap))])
@@ -83,7 +83,7 @@ def test_duplicate_chars(unit: str) -> None:
 
 
 @pytest.mark.parametrize("n, share", GopherRepetition().top_ngrams)
-def test_top_ngrams(n: int, share: float) -> None:
+def test_top_ngrams(n: int, share: float):
     """Two occurrences of n words cover `share` of 100 or 200 characters."""
     length = {2: 10, 3: 18, 4: 16}[n]  # each; of 100, 200, 200 characters
     total = round(2 * length / share)
@@ -98,7 +98,7 @@ def test_top_ngrams(n: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("n, share", GopherRepetition().duplicate_ngrams)
-def test_duplicate_ngrams(n: int, share: float) -> None:
+def test_duplicate_ngrams(n: int, share: float):
     chars = round(100 * share)
     words = ["c" + "d" * (chars - n), *"efghijklmn"[: n - 1]]
     phrase = " ".join(words)
@@ -109,7 +109,7 @@ def test_duplicate_ngrams(n: int, share: float) -> None:
     assert reason(stage, text.replace("zz", "z", 1)) == f"gopher_duplicate_{n}_grams"
 
 
-def test_repetition_of_nothing() -> None:
+def test_repetition_of_nothing():
     assert reason(GopherRepetition(), "") == "gopher_empty"
     assert reason(GopherRepetition(), "word") == ""
 
@@ -132,7 +132,7 @@ FINEWEB = [
 
 
 @pytest.mark.parametrize("text, expected", FINEWEB)
-def test_fineweb(text: str, expected: str) -> None:
+def test_fineweb(text: str, expected: str):
     if "one" in text:
         assert reason(FineWeb(max_short_lines=INF), text) == expected
     else:
@@ -157,12 +157,12 @@ C4_LINES = [
 
 
 @pytest.mark.parametrize("text, expected", C4_LINES)
-def test_c4_lines(text: str, expected: str) -> None:
+def test_c4_lines(text: str, expected: str):
     assert reason(C4(), text) == ""
     assert stage_texts(C4(), [text]) == [expected]
 
 
-def test_c4_pages() -> None:
+def test_c4_pages():
     assert reason(C4(), SENTENCES.replace(" It is five.", "")) == "c4_few_sentences"
     assert reason(C4(), f"{SENTENCES}\nSome Lorem Ipsum dolor.") == "c4_lorem_ipsum"
     assert reason(C4(), f"{SENTENCES}\nIt has a {{ in it.") == "c4_curly_bracket"
@@ -171,14 +171,14 @@ def test_c4_pages() -> None:
     assert stage_texts(C4(), [page]) == [page]
 
 
-def test_c4_counts_lines_of_kept_pages() -> None:
+def test_c4_counts_lines_of_kept_pages():
     assert C4().apply(to_batch([f"{SENTENCES}\nno end\nno.", "dropped"])).counts == {
         "lines_unended": 1,
         "lines_few_words": 1,
     }
 
 
-def test_c4_rules_can_be_off() -> None:
+def test_c4_rules_can_be_off():
     off = C4(terminal_punctuation=False, min_words_per_line=0, max_word_chars=0, min_sentences=0)
     assert stage_texts(off, ["a\n  b [1]"]) == ["a\nb "]
 
@@ -197,5 +197,5 @@ def test_c4_rules_can_be_off() -> None:
         ({}, "", "few_chars"),
     ],
 )
-def test_length(fields: dict[str, float], text: str, expected: str) -> None:
+def test_length(fields: dict[str, float], text: str, expected: str):
     assert reason(Length(**fields), text) == expected

@@ -13,7 +13,7 @@ def reasons(stage: Url, urls: list[str]) -> list[str]:
     return drop_reasons(stage, urls, url=urls)
 
 
-def test_hosts_and_words(tmp_path: Path) -> None:
+def test_hosts_and_words(tmp_path: Path):
     (tmp_path / "hosts").write_text("# bad ones\nbad.org\nEvil.example.  # too\n\n")
     (tmp_path / "words").write_text("casino\n")
     stage = Url(hosts=(str(tmp_path / "hosts"),), words=(str(tmp_path / "words"),))
@@ -32,7 +32,7 @@ def test_hosts_and_words(tmp_path: Path) -> None:
     assert stage.files() == (str(tmp_path / "hosts"), str(tmp_path / "words"))
 
 
-def test_words_that_come_with_it() -> None:
+def test_words_that_come_with_it():
     urls = {
         "https://free-porn.example/": "url_word",
         "https://a.example/best-xxx_videos": "url_word",
@@ -50,7 +50,7 @@ def test_words_that_come_with_it() -> None:
     assert reasons(Url(patterns=("^ftp:",), shipped=True), list(urls)) == expected
 
 
-def test_lists_of_the_user(tmp_path: Path) -> None:
+def test_lists_of_the_user(tmp_path: Path):
     for name, lines in (
         ("urls", "https://www.a.org/x/\nb.org/y#z"),
         ("soft", "one\ntwo\nthree"),
@@ -78,7 +78,7 @@ def test_lists_of_the_user(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_wrong_lists(tmp_path: Path) -> None:
+def test_wrong_lists(tmp_path: Path):
     with pytest.raises(UsageError, match="hosts: expected files"):
         Url(shipped=False)
     with pytest.raises(UsageError, match="patterns: expected an expression of re2, got '\\[a'"):

@@ -13,7 +13,7 @@ from support.batches import to_batch
 TOP, SAME = (1, 2, 3, 4), (2, 5, 6, 10)
 
 
-def test_ngrams_are_counted_in_each_document() -> None:
+def test_ngrams_are_counted_in_each_document():
     text = "ab cde ab cde ab cde f ghij ab cde f ghij ab cde f ghij" + " ab" * 23
     first = len(REPETITION)
     sizes = [(1, first, True), (2, first + 1, True), (2, first + 2, False), (3, first + 3, True)]
@@ -29,7 +29,7 @@ def batch_of(*texts: str) -> pa.RecordBatch:
     return pa.record_batch({"text": pa.array(texts, pa.large_string())})
 
 
-def test_a_batch_in_the_memory_of_the_one_before_it_is_cut_anew() -> None:
+def test_a_batch_in_the_memory_of_the_one_before_it_is_cut_anew():
     """As the process of the stages receives them: one after another into the same shared memory."""
     shared = mmap.mmap(-1, 1 << 16)
     for texts in (("Good bye to all", "No"), ("So", "Good bye to all")):

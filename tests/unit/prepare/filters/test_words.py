@@ -31,7 +31,7 @@ from support.batches import drop_reasons
         "naïve テキスト 。 שלום ، 🎉 🎉",
     ],
 )
-def test_words_are_cut_as_written(cut: str) -> None:
+def test_words_are_cut_as_written(cut: str):
     """The examples have a space where spaCy cuts; glued together where it would cut anyway."""
     assert split_words(cut) == cut.split()
 
@@ -49,33 +49,33 @@ def test_words_are_cut_as_written(cut: str) -> None:
         ("end....", "end ...."),
     ],
 )
-def test_glued_words_are_cut(glued: str, cut: str) -> None:
+def test_glued_words_are_cut(glued: str, cut: str):
     assert split_words(glued) == cut.split()
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=200))
-def test_words_hold_all_but_white_space(text: str) -> None:
+def test_words_hold_all_but_white_space(text: str):
     assert "".join(split_words(text)) == "".join(text.split())
 
 
-def test_hash_in_both_languages() -> None:
+def test_hash_in_both_languages():
     for word in ("the", "é", "🎉🎉", "don't"):
         assert int(hash_points(np.array([ord(c) for c in word], np.uint32), 0, len(word))) == hash_word(word)
 
 
-def test_table_knows_pythons_white_space() -> None:
+def test_table_knows_pythons_white_space():
     table = character_table()
     assert [c for c in range(len(table) - 1) if (table[c] & SPACE != 0) != chr(c).isspace()] == []
 
 
-def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch):
     clip = module.clip
     monkeypatch.setattr(module, "clip", lambda offsets, data: clip(offsets, data, 1001))
     assert drop_reasons(GopherQuality(), ["é" * 600 + " the and" * 60]) == ["gopher_short"]
 
 
-def test_spaced_lines() -> None:
+def test_spaced_lines():
     texts = pa.array(["Hello, WORLD!\n\n\tIt's é🎉.\x00x", "", "<s> </s>\rß"], pa.large_string())
     stops, data = spaced(texts, 1 << 20)
     rows = [data[a:b].tobytes().decode() for a, b in itertools.pairwise(stops)]

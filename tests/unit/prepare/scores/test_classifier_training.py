@@ -28,7 +28,7 @@ def sides(tmp_path: Path) -> list[Path]:
 
 def test_a_classifier_of_real_text_is_one_of_the_library(
     sides: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     good, other = sides
     command = ["classifier", "train", "--good", str(good), "--bad", str(other), "--set", "held_out=0.2"]
     assert main([*command, "--out", str(tmp_path / "m"), "--json"]) == 0
@@ -50,7 +50,7 @@ def test_a_classifier_of_real_text_is_one_of_the_library(
         assert dict(zip(model.labels, row.tolist(), strict=True)) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_curve_has_areas_and_a_threshold_for_each_share_however_close_the_scores_are() -> None:
+def test_a_curve_has_areas_and_a_threshold_for_each_share_however_close_the_scores_are():
     result = _curve(np.array([0.9, 0.5, 0.1]), np.array([0.5, 0.3]))
     assert result["roc_auc"] == pytest.approx((2 + 1.5 + 0) / 6)
     assert result["average_precision"] == pytest.approx(1 / 3 * 1 + 1 / 3 * 2 / 3 + 1 / 3 * 3 / 5)
@@ -60,7 +60,7 @@ def test_a_curve_has_areas_and_a_threshold_for_each_share_however_close_the_scor
     assert half == {"threshold": 0.50005, "precision": 50 / 60, "recall": 0.5, "bad_kept": 1.0}
 
 
-def test_too_few_documents_is_an_error(tmp_path: Path) -> None:
+def test_too_few_documents_is_an_error(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n')
     with pytest.raises(PrepareError, match="classifier: expected good documents to train on"):

@@ -21,7 +21,7 @@ MODELS = sorted(EXPECTED["scores"])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_the_library_whatever_texts_are_beside(name: str) -> None:
+def test_scores_are_those_of_the_library_whatever_texts_are_beside(name: str):
     model = load_model(str(GOLDEN / name))
     scores = model.probabilities(pa.array(TEXTS, pa.large_string()))
     for text, row, expected in zip(TEXTS, scores, EXPECTED["scores"][name], strict=True):
@@ -33,7 +33,7 @@ def test_scores_are_those_of_the_library_whatever_texts_are_beside(name: str) ->
             assert np.isnan(row).all(), text
 
 
-def test_columns_of_the_scorer() -> None:
+def test_columns_of_the_scorer():
     path = str(GOLDEN / "0.bin")
     expected = EXPECTED["scores"]["0.bin"]
     labelled = FastText(path, label="__label__l0").score(to_batch(TEXTS[:2]))
@@ -45,7 +45,7 @@ def test_columns_of_the_scorer() -> None:
         FastText(path, label="other").score(to_batch(["w1é"]))
 
 
-def test_damaged_files_are_errors(tmp_path: Path) -> None:
+def test_damaged_files_are_errors(tmp_path: Path):
     """Cut anywhere, or with any of the numbers of its header and dictionary changed: an error or scores, no crash."""
     rng = random.Random(0)
     for model in MODELS:

@@ -72,7 +72,7 @@ def run(source: Path, out: str, tables: dict, **options: Any) -> list[dict]:
     return texts(source.parent / out)
 
 
-def test_selection_by_input_columns(source: Path) -> None:
+def test_selection_by_input_columns(source: Path):
     rows = run(
         source, "o", {"select": [{"column": "licence", "one_of": ["mit", "cc0"]}, {"column": "quality", "min": 50}]}
     )
@@ -88,7 +88,7 @@ def test_selection_by_input_columns(source: Path) -> None:
         run(source, "s", {"select": {"column": "other", "min": 1}})
 
 
-def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
+def test_scores_ensemble_buckets_and_subsets(source: Path):
     model = {"use": "fasttext", "model": str(GOLDEN / "0.bin")}
     tables = {
         "score": {
@@ -119,7 +119,7 @@ def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
         prepare_scored(source, "d", tables, to="dataset")
 
 
-def test_shares_of_a_column_over_several_files(source: Path) -> None:
+def test_shares_of_a_column_over_several_files(source: Path):
     folder = divided(source, 7, "{damaged\n")
     for share, expected in (({"top_share": 0.15}, range(170, 200)), ({"keep_percentile": [10, 95]}, range(20, 190))):
         tables = {"select": {"column": "quality", **share}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
@@ -136,7 +136,7 @@ def test_shares_of_a_column_over_several_files(source: Path) -> None:
     st.lists(st.floats(0, 100), min_size=1, max_size=4),
     st.integers(1, 4),
 )
-def test_percentiles_are_exact(values: list[float], percentiles: list[float], parts: int) -> None:
+def test_percentiles_are_exact(values: list[float], percentiles: list[float], parts: int):
     def count(function, tasks):
         return [function(task, 0) for task in tasks]
 
@@ -158,7 +158,7 @@ def test_percentiles_are_exact(values: list[float], percentiles: list[float], pa
             assert threshold == ordered[int(Fraction(str(percentile)) * len(ordered) / 100)]
 
 
-def test_documents_are_repeated_by_their_bucket(source: Path) -> None:
+def test_documents_are_repeated_by_their_bucket(source: Path):
     tables = {
         "score": {"bucket": {"use": "bucket", "column": "quality", "thresholds": [50, 100, 150]}},
         "repeat": {"column": "bucket", "factors": [0, 0.5, 1, 2.5]},
@@ -177,7 +177,7 @@ def test_documents_are_repeated_by_their_bucket(source: Path) -> None:
     assert sorted(ids) == sorted(row["id"] for row in rows)
 
 
-def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> None:
+def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path):
     model = tmp_path / "good.bin"
     model.write_bytes((GOLDEN / "0.bin").read_bytes())
     tables = {
@@ -210,7 +210,7 @@ def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> Non
     assert message.startswith("score.edu: the input has its columns, made with other settings")
 
 
-def test_records_of_columns_in_a_file_are_data(tmp_path: Path) -> None:
+def test_records_of_columns_in_a_file_are_data(tmp_path: Path):
     """Whatever a stranger's file says of its columns, its text is read."""
     for number, recorded in enumerate((
         b"{", b"[]", b'{"text": {"kind": "number"}, "id": {}, "copies": {"kind": "number"}}', b'{"x": 3, "y": []}',
@@ -243,7 +243,7 @@ class Shout(Scorer):
 """
 
 
-def test_a_scorer_of_ones_own(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scorer_of_ones_own(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "own_scorer.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     source.write_text('{"text": "LOUD"}\n{"text": "quiet"}\n{"text": "Half"}\n')
@@ -264,7 +264,7 @@ def test_a_scorer_of_ones_own(source: Path, tmp_path: Path, monkeypatch: pytest.
         load_recipe(settings={"score": {"url": {"use": "kenlm", "model": "x"}}})
 
 
-def test_tables_of_selection_add_up() -> None:
+def test_tables_of_selection_add_up():
     score = {"quality": {"use": "combine", "columns_of": ["x"], "top_share": 0.5}}
     recipe = load_recipe(settings={"score": score, "select": [{"column": "x", "min": 1}, {"column": "y", "max": 2}]})
     assert [stage.name for stage in recipe.stages] == ["score.quality", "select.quality", "select.x", "select.y"]
@@ -277,7 +277,7 @@ def test_tables_of_selection_add_up() -> None:
 
 
 @pytest.mark.parametrize("scorer", [Onnx, Transformers])
-def test_folders_without_a_model(scorer: type[Onnx] | type[Transformers], tmp_path: Path) -> None:
+def test_folders_without_a_model(scorer: type[Onnx] | type[Transformers], tmp_path: Path):
     with pytest.raises(UsageError, match="model: expected the folder"):
         scorer()
     with pytest.raises(UsageError, match=r"model: expected a folder with config\.json"):

@@ -49,7 +49,7 @@ def spans(messages: list[dict], template: str = CHATML, **row: Any) -> list[tupl
     return render(template, record.text, "<s>", "</s>", str)
 
 
-def test_answers_alone_are_trained_on() -> None:
+def test_answers_alone_are_trained_on():
     result = spans(MESSAGES, tools=TOOLS)
     assert [text for trained, text in result if trained] == ANSWERS
     assert "".join(text for _, text in result) == (
@@ -60,14 +60,14 @@ def test_answers_alone_are_trained_on() -> None:
     )
 
 
-def test_messages_come_back_as_they_were() -> None:
+def test_messages_come_back_as_they_were():
     options = ReadOptions(messages_key="messages", keep_roles=True)
     sharegpt = [{"from": "human", "value": "Hi\ufdd2{}\ufdd1"}, {"from": "gpt", "value": "Hello"}]
     messages, _ = messages_of(to_record(0, {"messages": sharegpt}, options).text)
     assert messages == [{"role": "user", "content": "Hi{}"}, {"role": "assistant", "content": "Hello"}]
 
 
-def test_templates_that_cannot_be_masked_or_refuse() -> None:
+def test_templates_that_cannot_be_masked_or_refuse():
     for template, reason in (
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "unmasked_template"),
         ("{{ raise_exception('no system message') }}", "refused_by_template"),
@@ -98,14 +98,14 @@ def test_templates_that_cannot_be_masked_or_refuse() -> None:
         ("a.jinja", "x" * (1 << 21), "got 2097152 bytes"),
     ],
 )
-def test_wrong_files(name: str, data: str | None, message: str, tmp_path: Path) -> None:
+def test_wrong_files(name: str, data: str | None, message: str, tmp_path: Path):
     if data is not None:
         (tmp_path / name).write_text(data)
     with pytest.raises(UsageError, match=message):
         load_chat_template(str(tmp_path / name))
 
 
-def test_rows_by_a_chat_template(tmp_path: Path) -> None:
+def test_rows_by_a_chat_template(tmp_path: Path):
     model = Tokenizer.from_file(str(trained_bpe(tmp_path / "tokenizer.json", SPECIAL, "some text", 300)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     rows = [{"messages": MESSAGES, "tools": TOOLS}, {"messages": MESSAGES[:2]}, {"messages": [{"role": 5}]}]

@@ -32,9 +32,7 @@ def encode(path: Path, folder: Path, texts: list[str], **fields: object) -> tupl
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3))
-def test_parts_make_the_document(
-    tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float, seed: int
-) -> None:
+def test_parts_make_the_document(tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float, seed: int):
     documents, counts = encode(tokenizer, tmp_path_factory.mktemp("x"), texts, rate=1, spm_rate=spm_rate, seed=seed)
     model = Tokenizer.from_file(str(tokenizer))
     prefix, suffix, middle = NAMES
@@ -50,7 +48,7 @@ def test_parts_make_the_document(
     assert counts["fill_in_the_middle"] == sum(len(text) >= 3 for text in texts)
 
 
-def test_choices_follow_the_rates_and_the_seed() -> None:
+def test_choices_follow_the_rates_and_the_seed():
     texts = [f"document number {i}" for i in range(100)]
     for spm_rate in (0, 1):
         assert {FillInTheMiddle(rate=1, spm_rate=spm_rate).cuts(text)[2] for text in texts} == {bool(spm_rate)}
@@ -58,7 +56,7 @@ def test_choices_follow_the_rates_and_the_seed() -> None:
     assert cuts[0] == cuts[1] != cuts[2]
 
 
-def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path: Path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"def function_{i}(argument):\n    return argument + {i}\n")
     files = sorted(tmp_path.glob("*.txt"))
@@ -72,7 +70,7 @@ def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path: Path) -> None:
     assert results[1].tokens < results[0].tokens
 
 
-def test_tokens_that_are_missing(tokenizer: Path, tmp_path: Path) -> None:
+def test_tokens_that_are_missing(tokenizer: Path, tmp_path: Path):
     (tmp_path / "a.txt").write_text("some text")
     for name, spec in (("bytes", "bytes"), ("other", str(tokenizer))):
         table = {"tokenize": {"tokenizer": spec}, "fim": {"prefix": "<none>"}}

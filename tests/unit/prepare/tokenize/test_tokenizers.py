@@ -66,7 +66,7 @@ NAMES = ["gpt2", "llama-test-tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fast_ids_are_the_references(name: str) -> None:
+def test_fast_ids_are_the_references(name: str):
     pytest.importorskip("gigatoken")
     result, reference = loaded(name)
     fast = fast_encoder(result.data, reference)
@@ -83,7 +83,7 @@ def test_fast_ids_are_the_references(name: str) -> None:
     agree()
 
 
-def test_known_answers_of_gpt2(tmp_path: Path) -> None:
+def test_known_answers_of_gpt2(tmp_path: Path):
     vectors = shared_data("tokenizers/vectors")
     rows = read_lines(vectors / "gpt2_known_answers.jsonl")
     plans = (vectors / "TestPlans.txt").read_text("utf-8")
@@ -125,7 +125,7 @@ LONG = "".join(CHOOSE(WORDS.split()) + CHOOSE(SPACES) for _ in range(800))
         ("wordpiece", pre_tokenizers.BertPreTokenizer()),
     ],
 )
-def test_long_texts_are_cut_where_nothing_changes(model: str, before: Any) -> None:
+def test_long_texts_are_cut_where_nothing_changes(model: str, before: Any):
     make, trainer = MODELS[model]
     tokenizer = HubTokenizer(make())
     tokenizer.pre_tokenizer = before
@@ -139,19 +139,19 @@ def test_long_texts_are_cut_where_nothing_changes(model: str, before: Any) -> No
 
 
 @pytest.mark.usefixtures("short_pieces")
-def test_a_text_without_a_safe_place_is_cut_too() -> None:
+def test_a_text_without_a_safe_place_is_cut_too():
     assert list(cut_long("x" * 500)) == [("x" * 100, 0)] * 5
     assert [len(part) for part, _ in cut_long("é" * 99 + "e\u0301\u0301" + "é" * 200)] == [102, 100, 100]
 
 
 @pytest.mark.usefixtures("short_pieces")
-def test_long_texts_have_the_ids_of_a_real_tokenizer(tmp_path: Path) -> None:
+def test_long_texts_have_the_ids_of_a_real_tokenizer(tmp_path: Path):
     result, reference = loaded("llama-test-tokenizer.json")
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
     assert encode_all(result, tmp_path, [text]) == [reference.encode([text])[0].tolist()]
 
 
-def test_ends_are_named_by_policy(tmp_path: Path) -> None:
+def test_ends_are_named_by_policy(tmp_path: Path):
     texts = pa.array(["ab", "", "c"], "large_string")
     assert encode_column(coder(tmp_path), texts)[0].tolist() == [97, 98, 256, 99, 256]
     tokens, lengths = encode_column(coder(tmp_path, bos="<|endoftext|>", eos=False), texts)
@@ -163,7 +163,7 @@ def test_ends_are_named_by_policy(tmp_path: Path) -> None:
         load_tokenizer("bytes", bos=True)
 
 
-def test_wrong_names_and_damaged_files_are_errors(tmp_path: Path) -> None:
+def test_wrong_names_and_damaged_files_are_errors(tmp_path: Path):
     for name in ("nowhere.json", "x.model", "train:9", "a b"):
         with pytest.raises(UsageError):
             load_tokenizer(name)
@@ -172,7 +172,7 @@ def test_wrong_names_and_damaged_files_are_errors(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_training_is_a_function_of_the_sample(tmp_path: Path) -> None:
+def test_training_is_a_function_of_the_sample(tmp_path: Path):
     parts = [text_part(tmp_path, [f"the cat {i} sat on mat {j}" for j in range(50)]) for i in range(8)]
     store = open_store(tmp_path)
     sample = list(sample_texts(store, parts, 1, 2000))
@@ -186,7 +186,7 @@ def _variant(**changes):
     return json.dumps({**json.loads(byte_tokenizer().to_str()), **changes}).encode()
 
 
-def test_a_normalizer_that_makes_text_grow_is_refused() -> None:
+def test_a_normalizer_that_makes_text_grow_is_refused():
     grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9}
     assert parse(_variant(normalizer=grow), "x").encode("ba").tokens == ["b", *"a" * 9]
     with pytest.raises(PrepareError, match=r"tokenizer 'x': expected a normalizer .* 81 characters of one"):
@@ -195,7 +195,7 @@ def test_a_normalizer_that_makes_text_grow_is_refused() -> None:
         parse(_variant(normalizer={"type": "Prepend", "prepend": "a" * 65}), "x")
 
 
-def test_a_regular_expression_that_never_ends_is_named() -> None:
+def test_a_regular_expression_that_never_ends_is_named():
     """The library panics, which is no Exception."""
     hostile = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
     with pytest.raises(PrepareError, match=r"tokenizer 'tokenizer\.json': failed on one of 1 texts"):
