@@ -105,7 +105,7 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path_factory, monkeypatch) -> None:
     """No test reads or writes the user's caches, or those of another test."""
     remote_file._blocks.after_fork()  # Drops all blocks of remote files that other tests read in this process.
     home = tmp_path_factory.getbasetemp() / f"user-{next(_numbers)}"
@@ -116,7 +116,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(autouse=True)
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(request, monkeypatch) -> None:
     """In fast tests no server with the usual limits cuts a slow peer, and no search for claims ends early."""
     if not str(request.path).startswith(limits.SLOW):
         monkeypatch.setattr(server, "ServerLimits", patient)
@@ -134,13 +134,13 @@ def data_server(data: Path) -> Iterator[OriginServer]:
 
 
 @pytest.fixture
-def changes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def changes_at_once(monkeypatch) -> None:
     """Nodes of this process look at their files of revocations at each request, not once a second."""
     monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture
-def network_dir(tmp_path: Path) -> Path:
+def network_dir(tmp_path) -> Path:
     """The directory of a fresh network: root key, root certificate, network.json."""
     directory = tmp_path / "network"
     create_network(directory, "test-network")
@@ -148,7 +148,7 @@ def network_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def make_identity(network_dir: Path, tmp_path: Path) -> Callable[[str], Identity]:
+def make_identity(network_dir, tmp_path) -> Callable[[str], Identity]:
     """Issues members of the test's network: `make_identity("node-1")`; each lives in tmp_path/nodes/NAME."""
 
     def make(name: str) -> Identity:

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ ODD = ["d//e", "/lead", "slash/", "tab\tx", "nl\nx"]  # obstore normalises or re
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MemoryBucket]:
+def bucket(monkeypatch, tmp_path) -> Iterator[MemoryBucket]:
     with MemoryBucket({}) as created:
         keys = [
             f"R2_DATASET_{right}_{name}"
@@ -78,7 +77,7 @@ def test_every_key_is_listed_and_read_and_its_address_opens_it_again(bucket: Mem
         assert [again.size for again in find_urls(file.url)[1]] == [len(data)] or key in ("in/a", "in/slash/")
 
 
-def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_path: Path):
+def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_path):
     names = [*PLAIN, *(name for name in ODD if not name.endswith("/")), "x/y"]
     bucket.objects = {f"in/{name}.jsonl": row(name) for name in names} | {"in/": b"", "in/x": b""}
     assert sorted(good_texts("s3://bucket/in")) == sorted(names)
@@ -109,7 +108,7 @@ def test_a_pattern_may_stand_for_any_part_and_a_key_of_that_name_comes_first(
 
 
 @pytest.mark.parametrize("name", ["a b", "x#1?y=2", "%20", "n+1&c", "*[1]", "ü日本", "q?region=eu?region="])
-def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path: Path, name: str):
+def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path, name: str):
     local = write_tokens(tmp_path / "d", [500] * 2)
     url = f"s3://bucket/out/{name}"
     key = BucketAddress.parse(url).key
@@ -121,7 +120,7 @@ def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("prefix", ["a//b", "./a", "a/../b", "a\tb"])
-def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket, tmp_path: Path, prefix: str):
+def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket, tmp_path, prefix: str):
     write_tokens(tmp_path / "d", [500])
     for command in (("mirror", "d"), ("convert", "d", "--to", "forebay"), ("prepare", "d")):
         target = ["--out", f"s3://bucket/{prefix}"] if command[0] == "prepare" else [f"s3://bucket/{prefix}"]
@@ -139,9 +138,7 @@ def test_options_are_known_names_and_secrets_are_refused():
         open_origin("s3://b/k?secret_access_key=k")
 
 
-def test_shards_in_a_bucket(
-    bucket: MemoryBucket, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_shards_in_a_bucket(bucket: MemoryBucket, tmp_path, capsys, monkeypatch):
     """Written from a local and a remote dataset, after a kill too; looked at, planned, and read by a validator."""
     local, settings = write_tokens(tmp_path / "d", [700] * 3), {"seq_len": 16, "shard_tokens": 530}
     mirror(open_remote(str(tmp_path / "d")), "s3://bucket/d")
@@ -203,7 +200,7 @@ P, KEYS = {"PROFILE": "p"}, {"ACCESS_KEY_ID": "KEY", "SECRET_ACCESS_KEY": "SECRE
     ],
 )  # fmt: skip
 def test_credentials_come_from_profiles(
-    bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str, credentials: str,
+    bucket: MemoryBucket, monkeypatch, tmp_path, config: str, credentials: str,
     variables: dict[str, str], error: str,
 ):  # fmt: skip
     for name in bucket.s3_environment:
@@ -229,9 +226,7 @@ def test_credentials_come_from_profiles(
         assert open_origin("s3://bucket").get("k", 1) == b"1"
 
 
-def test_a_public_bucket_is_read_without_credentials(
-    bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_public_bucket_is_read_without_credentials(bucket: MemoryBucket, monkeypatch, tmp_path, caplog):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))

@@ -56,7 +56,7 @@ def outcome(source: Path, **options: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("columns", ["input_ids", "tokens", "ragged", "ragged text", *ROWS])
-def test_a_table_has_one_outcome_in_every_container(columns: str, tmp_path: Path):
+def test_a_table_has_one_outcome_in_every_container(columns: str, tmp_path):
     """Converted, padded, the tokens alone; in place and for `doctor`."""
     names, is_rows = columns.replace("ragged", "input_ids").split(), columns in ROWS
     table = pa.table({name: TEXT if name == "text" else VALUES[name].tolist() for name in names})
@@ -95,7 +95,7 @@ def test_a_table_has_one_outcome_in_every_container(columns: str, tmp_path: Path
     assert ("text" in others) == (expected[1][2:] != ()) and (others == ()) == (expected[2][2:] == ())
 
 
-def test_a_folder_of_splits_is_named(tmp_path: Path):
+def test_a_folder_of_splits_is_named(tmp_path):
     save_table(tmp_path / "train", pa.table({"input_ids": IDS.tolist()}))
     (tmp_path / "dataset_dict.json").touch()
     for read in (open_external, lambda path: convert(path, tmp_path / "out" / "o", "bin", PLAIN)):
@@ -104,7 +104,7 @@ def test_a_folder_of_splits_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("names, got", [("ba", ""), ("aa", "once, got others (a: int64)"), ("b", "others (a)")])
-def test_files_have_the_same_columns_in_any_order(names: str, got: str, tmp_path: Path):
+def test_files_have_the_same_columns_in_any_order(names: str, got: str, tmp_path):
     for file, columns in enumerate(("ab", names)):
         table = pa.Table.from_arrays([pa.array([ord(name)]) for name in columns], [*columns])
         pa.parquet.write_table(table, tmp_path / f"{file}.parquet")
@@ -112,11 +112,11 @@ def test_files_have_the_same_columns_in_any_order(names: str, got: str, tmp_path
     assert got in result and layout == ("" if got else "rows")
 
 
-def test_ids_below_0_are_refused(tmp_path: Path):
+def test_ids_below_0_are_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(np.array([1, -2], np.int32).tobytes())
     assert "got 4294967294, or -2" in outcome(tmp_path / "a.bin", input_dtype="int32")[1]
 
 
-def test_a_table_without_rows_is_a_dataset_without_tokens(tmp_path: Path):
+def test_a_table_without_rows_is_a_dataset_without_tokens(tmp_path):
     save_table(tmp_path / "a", pa.table({"input_ids": pa.array([], pa.list_(pa.int32()))}))
     assert outcome(tmp_path / "a")[0] == "tokens"

@@ -60,7 +60,7 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_a_certificate_is_recorded(way: str, network_dir: Path, tmp_path: Path):
+def test_every_way_to_a_certificate_is_recorded(way: str, network_dir, tmp_path):
     org, scope = tmp_path / "org", Scope(frozenset({"worker", "data"}), ("c4-*",))
     pki.create_organisation(network_dir, org, "acme", scope)
     pki.renew_organisation(network_dir, org, valid_days=9.0)
@@ -73,7 +73,7 @@ def test_every_way_to_a_certificate_is_recorded(way: str, network_dir: Path, tmp
     assert issued.token == ("ab" * 16 if way == "admit" else "")
 
 
-def test_a_record_grows_with_what_is_new_and_is_of_one_version(network_dir: Path, tmp_path: Path):
+def test_a_record_grows_with_what_is_new_and_is_of_one_version(network_dir, tmp_path):
     node, path = pki.join(network_dir, tmp_path / "n", "n"), network_dir / MEMBERS_FILE
     record = MemberRecord(network_dir)
     for name, grows in [("n", False), ("alice", True), ("alice", False), ("n", True)]:
@@ -90,9 +90,7 @@ def test_a_record_grows_with_what_is_new_and_is_of_one_version(network_dir: Path
         pki.join(network_dir, tmp_path / "m", "m")
 
 
-def test_an_owner_lists_members_and_tokens_withdraws_and_revokes_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_an_owner_lists_members_and_tokens_withdraws_and_revokes_by_name(tmp_path, capsys):
     def run(text: str, code: int = 0) -> str:
         assert main(text.replace("./", f"{tmp_path}/").split()) == code
         out, error = capsys.readouterr()
@@ -134,9 +132,7 @@ STARTS: dict[str, tuple[str, Callable[[Identity, Dataset], object]]] = {
 
 
 @pytest.mark.parametrize("what", STARTS)
-def test_a_role_is_asked_for_where_it_starts(
-    what: str, network_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_role_is_asked_for_where_it_starts(what: str, network_dir, tmp_path, capsys):
     (role, start), dataset = STARTS[what], make_dataset(tmp_path / "data", 2, 40)
     nodes = [issue(network_dir, "wrong", *(ROLES - {role, "admin"}))]
     if what in ("serve", "scheduler", "worker"):
@@ -175,7 +171,7 @@ ROUTES = {
 }  # fmt: skip
 
 
-def test_every_route_is_for_its_roles(tmp_path: Path):
+def test_every_route_is_for_its_roles(tmp_path):
     """A viewer sees what an admin sees; it reads no data and changes nothing."""
     with ExitStack() as stack:
         network = Network(tmp_path, stack)
@@ -208,7 +204,7 @@ def test_every_route_is_for_its_roles(tmp_path: Path):
 
 @pytest.mark.usefixtures("changes_at_once")
 @pytest.mark.parametrize("by", ["network", "acme"])
-def test_a_revoked_member_loses_its_leases_and_its_rank_at_once_and_is_told_why(by: str, tmp_path: Path):
+def test_a_revoked_member_loses_its_leases_and_its_rank_at_once_and_is_told_why(by: str, tmp_path):
     with ExitStack() as stack:
         network = Network(tmp_path, stack)
         pki.create_organisation(tmp_path / "network", tmp_path / "acme", "acme")

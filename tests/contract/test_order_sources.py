@@ -74,7 +74,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(tmp_path_factory) -> Iterator[LocalCluster]:
     with ExitStack() as stack:
         tokens = {"web": make_slices(18, 0), "books": make_slices(5, 30_000)}
         yield LocalCluster(tmp_path_factory.mktemp("cluster"), stack, tokens, make_rows(12))

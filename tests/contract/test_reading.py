@@ -9,7 +9,6 @@ import re
 import tarfile
 import zlib
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import brotli
@@ -199,7 +198,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_documents_absences_and_rejects(tmp_path: Path, case: str):
+def test_documents_absences_and_rejects(tmp_path, case: str):
     """`~` is an absence, `!…` a reject whose reason has these words, anything else the text of a document."""
     (name, *settings), (data, words) = case.split(" "), CASES[case]
     path = tmp_path / name
@@ -215,7 +214,7 @@ def test_documents_absences_and_rejects(tmp_path: Path, case: str):
         assert requested[1:] in text if is_reject else requested == (text if text.strip() else "~"), got
 
 
-def test_an_absence_is_counted_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_absence_is_counted_and_stops_nothing(tmp_path, monkeypatch):
     """A part whose records lack the key that others of the file have is no fault; a file of none is."""
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", 5000)
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": None}, {"id": 1}] * 1000 + [{"text": "a"}])
@@ -226,7 +225,7 @@ def test_an_absence_is_counted_and_stops_nothing(tmp_path: Path, monkeypatch: py
     assert all(r.failed == ("the rest is left out" in r.problem) for r in read_records(path, max_malformed=0.1))
 
 
-def test_an_id_is_the_digits_in_the_file(tmp_path: Path):
+def test_an_id_is_the_digits_in_the_file(tmp_path):
     ids = ["1234567890123456789012345", "-18446744073709551617", "1e3", "1.50", "7"]
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text":"a","id":{name}}}\n' for name in ids))
     (tmp_path / "a.csv").write_text("text,id\n" + "".join(f"a,{name}\n" for name in ids))
@@ -261,7 +260,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("encoding, text", [(name, t) for names, t in TEXTS.items() for name in names.split()])
-def test_an_encoding_without_a_label(tmp_path: Path, encoding: str, text: str):
+def test_an_encoding_without_a_label(tmp_path, encoding: str, text: str):
     """As text, and in the lines and lists of tables, packed and not."""
     text = f"{text}.\n" * 2
     row = json.dumps({"text": text}, ensure_ascii=False)

@@ -60,7 +60,7 @@ class StoreContract:
             raise ValueError("stop")
         assert store.sizes() == {}
 
-    def test_a_file_is_copied_and_moved(self, store: Store, tmp_path: Path):
+    def test_a_file_is_copied_and_moved(self, store: Store, tmp_path):
         (tmp_path / "file").write_bytes(b"bytes")
         store.copy("copy", tmp_path / "file")
         store.copy("copy", tmp_path / "file")
@@ -76,13 +76,13 @@ class StoreContract:
 
 class TestFolder(StoreContract):
     @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[Store]:
+    def store(self, tmp_path) -> Iterator[Store]:
         opened = open_store(tmp_path / "store")
         yield opened
         opened.remove_all()
         assert opened.sizes() == {}
 
-    def test_what_a_killed_writer_left_is_removed(self, tmp_path: Path):
+    def test_what_a_killed_writer_left_is_removed(self, tmp_path):
         store = FolderStore(str(tmp_path))
         with store.open("x") as file:
             name = Path(file.name).name
@@ -101,7 +101,7 @@ class TestFolder(StoreContract):
         ("az", "AZURE_STORAGE_ACCOUNT_NAME"),
     ],
 )
-def test_missing_credentials_are_one_line(monkeypatch: pytest.MonkeyPatch, scheme: str, variable: str):
+def test_missing_credentials_are_one_line(monkeypatch, scheme: str, variable: str):
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")

@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +40,7 @@ REASONS = {"refused": "refused|error sending request", "busy": "503", "silent": 
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def server(tmp_path, monkeypatch):
     make_dataset(tmp_path / "origin/d", 1, 4, 8)
     (tmp_path / "origin/a.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "origin/x.paths").write_text("a.jsonl\n")
@@ -56,7 +55,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("fault", REASONS)
 @pytest.mark.parametrize("way", [*COMMANDS, *CALLS])
 def test_a_wait_is_told_once_from_outside_of_the_tries(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    server: OriginServer, tmp_path, monkeypatch, caplog,
     way: str, fault: str,
 ):  # fmt: skip
     clock = SimpleNamespace(skipped=0.0)

@@ -1,7 +1,6 @@
 """The fenced blocks of pages that need no process run, one after another. `slow/docs` runs all other pages."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,12 +11,12 @@ pytestmark = pytest.mark.xdist_group("docs")  # The pages share their servers.
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
+def corpora(tmp_path_factory) -> Iterator[Corpora]:
     result = Corpora(tmp_path_factory.mktemp("corpora"))
     yield result
     result.close()
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_every_block_runs(name: str, corpora: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_block_runs(name: str, corpora: Corpora, tmp_path, monkeypatch):
     run_page(name, corpora, tmp_path, monkeypatch)

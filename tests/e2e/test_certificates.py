@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ from support.nodes import make_dataset
 
 
 @pytest.fixture
-def members(tmp_path: Path) -> Iterator[dict[str, Identity]]:
+def members(tmp_path) -> Iterator[dict[str, Identity]]:
     """Three members of a network with a DHT node, and one of another network of the same name."""
     created = {}
     with contextlib.closing(LibtorrentDht("127.0.0.1", 0)) as dht:
@@ -34,7 +33,7 @@ def members(tmp_path: Path) -> Iterator[dict[str, Identity]]:
 
 
 @pytest.fixture
-def address(tmp_path: Path, members: dict[str, Identity]) -> Iterator[str]:
+def address(tmp_path, members: dict[str, Identity]) -> Iterator[str]:
     make_dataset(tmp_path / "tiny", 2, 5000)
     command = [sys.executable, *f"-m forebay serve {tmp_path}/tiny --identity {tmp_path}/data".split()]
     command += ["--listen", "127.0.0.1:0", "--timeout", "3600", "--json"]
@@ -48,7 +47,7 @@ def address(tmp_path: Path, members: dict[str, Identity]) -> Iterator[str]:
 
 
 def test_members_read_and_strangers_and_the_revoked_are_refused(
-    tmp_path: Path, members: dict[str, Identity], address: str, capsys: pytest.CaptureFixture[str]
+    tmp_path, members: dict[str, Identity], address: str, capsys
 ):
     def status(name):
         code = main(f"status {address} --identity {tmp_path}/{name} --timeout 3600 --json".split())

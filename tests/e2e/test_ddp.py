@@ -1,7 +1,6 @@
 """Ranks that train under DistributedDataParallel, each on a Loader; one fails, and others resume the run."""
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from support.ranks import GLOBAL_BATCH, SEED, SEQ_LEN, batches, run_all, write_d
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 
 
-def test_ranks_train_on_the_global_batches_and_where_one_fails_the_run_ends_and_resumes(tmp_path: Path):
+def test_ranks_train_on_the_global_batches_and_where_one_fails_the_run_ends_and_resumes(tmp_path):
     data, saved = write_data(tmp_path / "data"), str(tmp_path / "saved.pt")
     full, failed, rest = run_all(
         tmp_path,

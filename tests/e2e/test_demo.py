@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 from support.demos import remaining, start_demo
 
@@ -34,7 +33,7 @@ for step, batch in enumerate(forebay.Loader()):
 """
 
 
-def test_the_ledger_proves_that_each_sample_was_used_once_though_a_worker_was_killed(tmp_path: Path):
+def test_the_ledger_proves_that_each_sample_was_used_once_though_a_worker_was_killed(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = ["--", sys.executable, tmp_path / "program.py"]
     process = start_demo(tmp_path, "--json", tmp_path / "summary.json", "--tokenizer", "bytes", *command, lines=100)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from forebay import Loader
@@ -44,7 +43,7 @@ def read_batches(arguments: dict, state: Any, num_batches: int, *, kill: bool) -
     return lines
 
 
-def test_a_killed_loader_resumes_from_its_state_with_the_batches_of_an_uninterrupted_one(tmp_path: Path):
+def test_a_killed_loader_resumes_from_its_state_with_the_batches_of_an_uninterrupted_one(tmp_path):
     dataset = make_dataset(tmp_path / "data", NUM_SLICES, SAMPLES, SEQ_LEN)
     expected = [[batch.sample_ids.tolist(), batch.inputs.tolist()] for batch in Loader(dataset, **ORDER)]
     assert len(expected) == 2 * NUM_SLICES * SAMPLES // 8

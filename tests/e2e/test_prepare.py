@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from forebay import open_dataset, prepare_dataset
 from support.waiting import until
 
@@ -58,7 +56,7 @@ def start(folder: Path, out: Path, gate: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_killed_preparation_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_preparation_is_resumed(tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     for number in range(8):
         (tmp_path / f"in/{number}.txt").write_text(f"document {number % 7}" + " held back" * (number == 6))

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("s3")  # one server for all of them
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def running(tmp_path_factory) -> Iterator[S3Server]:
     directory = tmp_path_factory.mktemp("s3")
     (directory / "bucket").mkdir()
     with S3Server(directory) as server:
@@ -32,7 +31,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def server(running: S3Server, tmp_path, monkeypatch) -> S3Server:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name, value in running.aws_environment().items():
         monkeypatch.setenv(name, value)
@@ -40,7 +39,7 @@ def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def store(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(server: S3Server, tmp_path, monkeypatch) -> Iterator[Store]:
     own = os.environ.get("FOREBAY_TEST_BUCKET")  # with its own credentials in the environment
     if own:
         monkeypatch.undo()
@@ -81,7 +80,7 @@ def test_a_killed_writer_leaves_no_object(store: Store):
     assert store.sizes() == {}
 
 
-def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch, tmp_path):
     store = BucketStore(f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}")
     with store.locked(shared=True):
         monkeypatch.setattr(server.faults, "overwrites", True)
@@ -90,7 +89,7 @@ def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch: pyte
     assert store.sizes() == {}
 
 
-def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch, tmp_path):
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     store = BucketStore(f"s3://bucket/{tmp_path.name}")
     for fault in ("busy", "drop", "truncate"):
@@ -104,7 +103,7 @@ def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch: pyte
     assert len(store.sizes()) == 18
 
 
-def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch):
     absent = open_store("s3://absent/x")
     for call in (lambda: absent.write("y", b""), lambda: absent.read("y"), lambda: absent.create("y", b"")):
         with pytest.raises(DatasetError, match="s3://absent: expected a bucket, got none of that name"):
@@ -114,7 +113,7 @@ def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch: 
         open_store("s3://bucket/x").write("y", b"")
 
 
-def test_a_dataset_is_prepared_there_read_and_mirrored_back(server: S3Server, tmp_path: Path):
+def test_a_dataset_is_prepared_there_read_and_mirrored_back(server: S3Server, tmp_path):
     lines = [json.dumps({"text": f"document {number} " * (number % 9 + 1)}) for number in range(200)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     url = "s3://bucket/set"

@@ -38,7 +38,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": f"Document {i}. " + "mill race " * 40}) + "\n" for i in range(60)))
     return path
@@ -83,7 +83,7 @@ def test_the_shell_completes(typed: str, expected: str):
     assert completion(make_parser(), "zsh").startswith("autoload")
 
 
-def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path: Path):
+def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path):
     with small_disk(tmp_path / "small", 20_000) as small:
         arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
         assert_one_line(forebay(*arguments), "disk")

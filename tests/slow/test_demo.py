@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from support.demos import remaining, start_demo
 from support.waiting import until
 
 
-def test_a_process_ends_with_its_parent_though_it_is_not_told(tmp_path: Path):
+def test_a_process_ends_with_its_parent_though_it_is_not_told(tmp_path):
     node = NodeProcess(tmp_path, "dht", "dht", "--nodes", "4")
     node.wait_ready()
     node.popen.stdin.close()
@@ -23,7 +22,7 @@ def test_a_process_ends_with_its_parent_though_it_is_not_told(tmp_path: Path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path: Path, seed: int):
+def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, seed: int):
     # What the interpreter does before our first line, also with an interrupt, is its own.
     started = "from forebay.__main__ import run; print('started', flush=True); run()"
     process = start_demo(tmp_path, program=("-c", started))
@@ -57,13 +56,13 @@ with ExitStack() as stack:
 """
 
 
-def test_ctrl_c_while_a_process_is_started_ends_that_too(tmp_path: Path):
+def test_ctrl_c_while_a_process_is_started_ends_that_too(tmp_path):
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, tmp_path], capture_output=True, text=True)
     assert done.stderr.rstrip().endswith("KeyboardInterrupt") and len(done.stdout.split()) == 1, done.stderr
     assert not psutil.pid_exists(int(done.stdout))
 
 
-def test_a_killed_demo_leaves_no_process(tmp_path: Path):
+def test_a_killed_demo_leaves_no_process(tmp_path):
     process = start_demo(tmp_path)
     until(lambda: any(" worker " in command for command in remaining(tmp_path)))
     process.kill()

@@ -22,7 +22,7 @@ def test_a_notebook_has_no_outputs(path: Path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_in_a_plain_interpreter(path: Path, tmp_path: Path):
+def test_a_notebook_runs_in_a_plain_interpreter(path: Path, tmp_path):
     command = [sys.executable, "-m", "support.notebooks", path]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path,

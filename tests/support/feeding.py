@@ -66,7 +66,7 @@ def dataset_fixture(*shape: int, **more: int) -> Any:
     """Return a fixture of a module: a dataset as `make_dataset` writes it."""
 
     @pytest.fixture(scope="module")
-    def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def data(tmp_path_factory) -> Path:
         return make_dataset(tmp_path_factory.mktemp("dataset") / "data", *shape, **more)
 
     return data

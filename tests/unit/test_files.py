@@ -16,7 +16,7 @@ from forebay.files import (
 )
 
 
-def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path):
+def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / ("é" * 126)
     atomic_write(path, b"old")
     with pytest.raises(ZeroDivisionError), open_atomic(path) as file:
@@ -33,7 +33,7 @@ def test_an_exception_leaves_the_old_file_and_nothing_else(tmp_path: Path):
     assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o600
 
 
-def test_files_are_flushed_then_renamed_then_their_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_are_flushed_then_renamed_then_their_directories(tmp_path, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
 
@@ -53,7 +53,7 @@ def test_files_are_flushed_then_renamed_then_their_directories(tmp_path: Path, m
     assert events == ["sync 1", "sync 2", "rename a", "rename b", f"sync {tmp_path.name}"]
 
 
-def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path):
+def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path):
     ours = temporary_path(tmp_path / "mine")
     dead = ours.with_name(ours.name.replace(f".{os.getpid()}.", f".{2**22 + 1}."))  # above all ids of processes
     dead.touch()

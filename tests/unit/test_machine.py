@@ -30,9 +30,7 @@ GROUPS = [  # The groups of a process, and files of these; cores; bytes of memor
 
 
 @pytest.mark.parametrize("text, cores, memory", GROUPS)
-def test_limits_of_a_container_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int, memory: int
-):
+def test_limits_of_a_container_count(tmp_path, monkeypatch, text: str, cores: int, memory: int):
     groups, *files = text.split("|")
     for line in (f"../../../proc/self/cgroup:{groups}", *files):
         name, _, content = line.partition(":")
@@ -44,7 +42,7 @@ def test_limits_of_a_container_count(
     assert machine.memory_bytes(tmp_path) == (memory or machine.memory_bytes(tmp_path / "none"))
 
 
-def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_user_without_a_home_has_a_cache(tmp_path, monkeypatch):
     def unknown(_):
         raise KeyError("uid not found")
 
@@ -85,8 +83,8 @@ RANKS = [  # Environment, rank and world size, ranks of this machine.
 
 @pytest.mark.parametrize("variables, expected, local", RANKS)
 def test_the_rank_is_that_of_the_launcher_that_started_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch,
+    caplog,
     variables: str,
     expected: tuple[int, int],
     local: int,
@@ -111,14 +109,14 @@ def descriptors() -> int:
 
 
 @pytest.fixture
-def urls(tmp_path: Path) -> Iterator[dict[str, str | Path]]:
+def urls(tmp_path) -> Iterator[dict[str, str | Path]]:
     write_tokens(tmp_path / "data", [400] * 300)
     with OriginServer(tmp_path / "data") as server:
         yield {"local": tmp_path / "data", "cached": server.url, "ram": server.url}
 
 
 @pytest.mark.parametrize("kind", ["local", "cached", "ram"])
-def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp_path: Path, kind: str):
+def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp_path, kind: str):
     options = {
         "local": {},
         "cached": {"cache_dir": tmp_path / "cache"},
@@ -131,7 +129,7 @@ def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp
     assert max(open_files for _, open_files in counts) < before + 60
 
 
-def test_a_map_outlives_its_file_and_never_reaches_behind_it(tmp_path: Path):
+def test_a_map_outlives_its_file_and_never_reaches_behind_it(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(250)) * 40)
     with path.open("r+b") as file:

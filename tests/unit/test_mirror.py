@@ -21,12 +21,12 @@ LARGE = 3_000_000  # Tokens: 12 MB, which a bucket gets in two parts.
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     return write_tokens(tmp_path / "source", [3000, 500, 40_000, 7, 20_000, 1000], dtype=np.uint32).path
 
 
 @pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def bucket(tmp_path, monkeypatch):
     (tmp_path / "bucket").mkdir()
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -44,7 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
-def test_a_directory_gets_the_same_bytes(source: Path, tmp_path: Path):
+def test_a_directory_gets_the_same_bytes(source: Path, tmp_path):
     done = []
     with OriginServer(source) as server:
         server.faults.drop, server.faults.truncate = 0.2, 0.2
@@ -63,7 +63,7 @@ def test_a_directory_gets_the_same_bytes(source: Path, tmp_path: Path):
         assert (report.copied, report.skipped) == (1, 5) and files(tmp_path / "copy") == files(source)
 
 
-def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_path: Path):
+def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_path):
     target = tmp_path / "copy"
     first = copy(source, target, start=2, stop=4)
     assert not first.complete and first.missing == 4 and not (target / MANIFEST_FILE).exists()
@@ -75,7 +75,7 @@ def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_pa
         copy(source, target, start=4, stop=9)
 
 
-def test_wrong_bytes_never_get_a_name(source: Path, tmp_path: Path):
+def test_wrong_bytes_never_get_a_name(source: Path, tmp_path):
     with OriginServer(source) as server:
         server.faults.corrupt["1.safetensors"] = 100
         with pytest.raises(NetworkError, match=r"1\.safetensors"):
@@ -86,7 +86,7 @@ def test_wrong_bytes_never_get_a_name(source: Path, tmp_path: Path):
         assert copy(server.url, tmp_path / "copy").complete
 
 
-def test_what_cannot_be_is_refused_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_is_refused_first(source: Path, tmp_path, monkeypatch):
     other = write_tokens(tmp_path / "other", [10]).path
     with pytest.raises(UsageError, match="or the dataset"):
         copy(source, other)
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused_first(source: Path, tmp_path: Path, monkeypat
     assert copy(source, tmp_path / "copy", on_progress=copy_beside).complete and refused
 
 
-def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path: Path, bucket: OriginServer):
+def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path, bucket: OriginServer):
     source = write_tokens(tmp_path / "source", [LARGE, 500, 40_000], dtype=np.uint32).path
     bucket.uploads.refuse = 0.15
     report = copy(source, "s3://bucket/sets/mine")
@@ -128,7 +128,7 @@ def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path: Path, bucke
     assert open_remote("s3://bucket/sets/mine").id == open_dataset(source).id
 
 
-def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(source: Path, tmp_path, capsys):
     target = str(tmp_path / "copy")
     assert main(["mirror", str(source), target, "--slices", "0:2", "--json", "--quiet"]) == 0
     reported = json.loads(capsys.readouterr().out)

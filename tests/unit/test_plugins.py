@@ -13,7 +13,7 @@ from forebay.storage.origins import open_origin
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def package(tmp_path, monkeypatch) -> Iterator[Path]:
     """An installed package with one plug-in, as `pip install` leaves it."""
     (tmp_path / "my_plugins.py").write_text(
         "class Mine:\n    pass\n\nbroken = 1\n\ndef open_mine(url, timeouts, **settings):\n    return url, settings\n"

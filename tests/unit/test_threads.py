@@ -13,7 +13,7 @@ from forebay.threads import SupervisedThread
 
 
 @pytest.fixture
-def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def deaths(monkeypatch) -> Iterator[list[object]]:
     """The calls of `threading.excepthook`: threads that died unseen."""
     seen = []
     monkeypatch.setattr(threading, "excepthook", seen.append)
@@ -21,7 +21,7 @@ def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     assert seen == []
 
 
-def test_a_body_that_raises_once_runs_again_and_metrics_say_so(deaths: list[object], caplog: pytest.LogCaptureFixture):
+def test_a_body_that_raises_once_runs_again_and_metrics_say_so(deaths: list[object], caplog):
     runs, done = [], threading.Event()
 
     def body():

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,19 +23,19 @@ from support.nodes import NAME, make_dataset
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path) -> Dataset:
     return make_dataset(tmp_path / "data", NUM_SHARED, 20_000)
 
 
 @pytest.fixture
-def node(dataset: Dataset, network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataNode]:
+def node(dataset: Dataset, network_dir, monkeypatch) -> Iterator[DataNode]:
     monkeypatch.setattr(reachability, "CHECK_S", 60.0)  # Also a machine that stands still answers within it.
     with DataNode(issue(network_dir, "node", "data"), [dataset], HOST, 0, None) as node:
         yield node
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path, network_dir: Path) -> Iterator[SchedulerService]:
+def scheduler(tmp_path, network_dir) -> Iterator[SchedulerService]:
     table, data = LocalDiscovery(), make_dataset(tmp_path / "data", NUM_SCHEDULED, 100)
     identity = issue(network_dir, "scheduler", "scheduler")
     with (
@@ -51,7 +50,7 @@ def scheduler(tmp_path: Path, network_dir: Path) -> Iterator[SchedulerService]:
 
 
 @pytest.fixture
-def coordinator(network_dir: Path, tmp_path: Path) -> Iterator[Coordinator]:
+def coordinator(network_dir, tmp_path) -> Iterator[Coordinator]:
     rules = Rules(workers_per_peer=2)
     identity = issue(network_dir, "coordinator")
     with Coordinator(state_dir=tmp_path / "run", rules=rules, config={"batch_size": 2}, identity=identity) as created:
@@ -59,10 +58,10 @@ def coordinator(network_dir: Path, tmp_path: Path) -> Iterator[Coordinator]:
 
 
 @pytest.fixture
-def evil(network_dir: Path) -> Identity:
+def evil(network_dir) -> Identity:
     return issue(network_dir, "evil", "worker")
 
 
 @pytest.fixture
-def honest(network_dir: Path) -> Identity:
+def honest(network_dir) -> Identity:
     return issue(network_dir, "honest", "worker")

@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -66,7 +65,7 @@ def test_addresses_of_one_member_keep_no_other_from_being_dialled(
         assert dialled == 1
 
 
-def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: Path):
+def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir):
     now = 1000.0
     with (
         Client(issue(network_dir, "node")) as client,
@@ -83,9 +82,7 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: 
         trap.accept()[0].close()
 
 
-def test_a_member_that_is_being_dialled_is_served_meanwhile(
-    node: DataNode, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_member_that_is_being_dialled_is_served_meanwhile(node: DataNode, network_dir, monkeypatch):
     monkeypatch.setattr(reachability, "GRACE_S", 0.0)
     member = issue(network_dir, "member", "worker")
     with socket.create_server((HOST, 0)) as silent:
@@ -94,7 +91,7 @@ def test_a_member_that_is_being_dialled_is_served_meanwhile(
         assert len(swarm(node, member, message)[1]["assignments"]) == 2
 
 
-def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path):
+def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir):
     node, evil = issue(network_dir, "node", "data"), issue(network_dir, "evil").as_peer
     with (
         socket.create_server((HOST, 0)) as inner,
@@ -130,9 +127,7 @@ def test_more_ranges_than_slices_are_refused_before_they_are_read(ranges: str, n
         assert status == 400 and f"at most {NUM_SHARED} ranges" in message["message"]
 
 
-def test_an_organisation_has_so_many_processes_in_a_swarm(
-    node: DataNode, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_organisation_has_so_many_processes_in_a_swarm(node: DataNode, network_dir, monkeypatch):
     """Each costs a bit a slice; an organisation issues as many certificates as it likes."""
     monkeypatch.setattr(tracker, "_MAX_SESSIONS_PER_ORGANISATION", 3)
     org = organisation(network_dir, "acme")
@@ -143,7 +138,7 @@ def test_an_organisation_has_so_many_processes_in_a_swarm(
     assert swarm(node, issue(network_dir, "of-root"), {})[0] == 200
 
 
-def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir: Path):
+def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir):
     """Megabytes of JSON from a member that may not work."""
     status, message = exchange(scheduler, issue(network_dir, "data", "data"), "x" * 1_000_000)
     assert (status, message["error"]) == (403, "not_worker")
@@ -159,7 +154,7 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, e
 
 
 def test_sessions_of_a_certificate_are_bounded(
-    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch
 ):
     monkeypatch.setattr(service, "MAX_SESSIONS_PER_PEER", 4)
     statuses = [exchange(scheduler, evil, {"session": f"s{i}"})[0] for i in range(6)]
@@ -167,9 +162,7 @@ def test_sessions_of_a_certificate_are_bounded(
     assert exchange(scheduler, honest, {})[0] == 200
 
 
-def test_what_an_organisation_says_it_has_is_bounded(
-    scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_an_organisation_says_it_has_is_bounded(scheduler: SchedulerService, network_dir, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * NUM_SCHEDULED * 8)
     registered = core(scheduler).spec.dataset_id
     org, message = organisation(network_dir, "acme"), {"cached": {registered: f"0-{NUM_SCHEDULED - 1}"}}
@@ -181,7 +174,7 @@ def test_what_an_organisation_says_it_has_is_bounded(
     assert sum(session.cached_bytes for session in state.sessions.all.values()) == 3 * NUM_SCHEDULED * 8
 
 
-def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path):
+def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir):
     """Members that used nothing yet get half of the slices, however many they are."""
     org = organisation(network_dir, "acme")
     current = 0
@@ -199,9 +192,7 @@ def _use_of(lease, worker):
         return ExchangeClient(client, "").receipt(lease, proof="00" * 6)
 
 
-def test_proofs_that_are_checked_at_once_count_each(
-    scheduler: SchedulerService, honest: Identity, monkeypatch: pytest.MonkeyPatch
-):
+def test_proofs_that_are_checked_at_once_count_each(scheduler: SchedulerService, honest: Identity, monkeypatch):
     """Else a member with many sessions is checked at every lease for long, at the scheduler's cost."""
     together, checked = threading.Barrier(3), []
 
@@ -221,7 +212,7 @@ def test_proofs_that_are_checked_at_once_count_each(
 
 
 def test_checks_that_hang_hold_up_no_other_worker(
-    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch
 ):
     """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
     started, gate = threading.Event(), threading.Event()
@@ -248,9 +239,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
         assert waiting.result()[0] == 200
 
 
-def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
-    scheduler: SchedulerService, monkeypatch: pytest.MonkeyPatch
-):
+def test_doubts_that_nobody_answers_are_checked_less_and_less_often(scheduler: SchedulerService, monkeypatch):
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
     checked = []
     monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))

@@ -56,7 +56,7 @@ def columns(num: int, **other: Any) -> dict:
 
 
 @in_linux
-def test_a_hash_that_is_a_text_is_refused_before_it_is_read(tmp_path: Path):
+def test_a_hash_that_is_a_text_is_refused_before_it_is_read(tmp_path):
     """Finding 10: 65,536 rows whose hash is the same 20 KB, told once."""
     num = 1 << 16
     hashes = pa.DictionaryArray.from_arrays(np.zeros(num, np.int32), pa.array([b"\x07" * 20_000], pa.binary()))
@@ -64,14 +64,14 @@ def test_a_hash_that_is_a_text_is_refused_before_it_is_read(tmp_path: Path):
 
 
 @in_linux
-def test_a_page_that_unfolds_is_refused_by_its_own_header(tmp_path: Path):
+def test_a_page_that_unfolds_is_refused_by_its_own_header(tmp_path):
     """The footer's totals may say anything: a reader allocates what the page's header says."""
     data = parquet(columns(256, name=pa.repeat("n" * (1 << 20), 256)), use_dictionary=False)
     assert len(data) < 2 << 20 and memory_kib(data, tmp_path) < MOST_KIB
 
 
 @in_linux
-def test_a_name_repeated_by_a_dictionary_is_counted(tmp_path: Path):
+def test_a_name_repeated_by_a_dictionary_is_counted(tmp_path):
     num, name = (1 << 18), "n" * 1000 + ".safetensors"
     names = pa.DictionaryArray.from_arrays(np.zeros(num, np.int32), pa.array([name]))
     noise = np.random.default_rng(1).integers(0, 1 << 60, num)  # rows that cost bytes
@@ -114,7 +114,7 @@ CLIMBING = ("../../climb", "/absolute/path", "a/../../b", "a\\..\\b", "a\x1b[2J"
 
 
 @pytest.mark.parametrize("key", CLIMBING)
-def test_keys_that_lead_out_of_a_folder_are_not_written(key: str, tmp_path: Path):
+def test_keys_that_lead_out_of_a_folder_are_not_written(key: str, tmp_path):
     """Finding 12."""
     pq.write_table(pa.table({"__key__": ["good", key], "text": ["a", "b"]}), tmp_path / "rows.parquet")
     with pytest.raises(DatasetError, match="outside a folder"):
@@ -123,7 +123,7 @@ def test_keys_that_lead_out_of_a_folder_are_not_written(key: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("key", CLIMBING)
-def test_names_that_lead_out_of_a_folder_are_not_read(key: str, tmp_path: Path):
+def test_names_that_lead_out_of_a_folder_are_not_read(key: str, tmp_path):
     with tarfile.open(tmp_path / "in.tar", "w") as archive:
         for name in ("./fine/0001.txt", f"{key}.txt"):
             info = tarfile.TarInfo(name)

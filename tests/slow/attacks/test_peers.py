@@ -1,10 +1,8 @@
 """Peers are judged by what verified: reports of others, and checks."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceInfo
@@ -21,7 +19,7 @@ from support.attacked import NUM_SHARED, core, exchange, leased, sharing, swarm,
 from support.attackers import HOST, issue, organisation
 
 
-def test_an_accused_member_is_named_to_all_but_its_accusers(node: DataNode, dataset: Dataset, network_dir: Path):
+def test_an_accused_member_is_named_to_all_but_its_accusers(node: DataNode, dataset: Dataset, network_dir):
     """Of whatever organisations they are; the node asks it for nothing."""
     accusers = [issue(network_dir, name, "worker", by=organisation(network_dir, name)) for name in ("b", "c")]
     honest, reader = issue(network_dir, "a", "worker"), issue(network_dir, "reader", "worker")
@@ -38,7 +36,7 @@ def test_an_accused_member_is_named_to_all_but_its_accusers(node: DataNode, data
         assert share.bytes_sent == 0
 
 
-def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_check_of_a_peer_that_drips_ends(network_dir, monkeypatch):
     """A check holds up those behind it: a peer that gives a little all the time counts as one that does not answer."""
     clock = SimpleNamespace(now=0.0)
 

@@ -37,7 +37,7 @@ MASKS = {"dataset": "web", "document_masks": True}
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
     with ExitStack() as stack:
         yield Cluster(tmp_path_factory.mktemp("cluster"), stack, {"web": make_slices(18, 0)})
 

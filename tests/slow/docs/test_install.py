@@ -18,7 +18,7 @@ def run(*command: object, cwd: Path, **environment: str) -> subprocess.Completed
     )  # fmt: skip
 
 
-def test_a_wheel_installs_and_prepares(tmp_path: Path):
+def test_a_wheel_installs_and_prepares(tmp_path):
     """The dependencies are those of this interpreter, by a path file: nothing but the build back end is downloaded."""
     wheel = ["-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", "dist", str(ROOT)]
     for _ in range(3):

@@ -4,7 +4,6 @@ A port may be taken by another program between the moment it is chosen and the s
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("docs")  # The pages share their servers.
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
+def corpora(tmp_path_factory) -> Iterator[Corpora]:
     result = Corpora(tmp_path_factory.mktemp("corpora"))
     make_commands(result.root / "bin")
     yield result
@@ -24,5 +23,5 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
 
 
 @pytest.mark.parametrize("name", [name for name in page_names() if name not in IN_PROCESS])
-def test_every_block_runs(name: str, corpora: Corpora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_block_runs(name: str, corpora: Corpora, tmp_path, monkeypatch):
     run_page(name, corpora, tmp_path, monkeypatch)

@@ -27,7 +27,7 @@ def interpreter() -> str:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("docs") / "site"
     command = [interpreter(), str(ROOT / "scripts" / "docs_site.py"), str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -92,7 +92,7 @@ def test_the_search_works_without_a_server(site: Path):
         assert "Deduplication" in " ".join(results.all_inner_texts())
 
 
-def test_figures_are_those_of_the_code(tmp_path: Path):
+def test_figures_are_those_of_the_code(tmp_path):
     """The order's picture is drawn again; of a recording the commands differ in their times alone, so one is made."""
     drawn, recorded = tmp_path / "order.svg", tmp_path / "recording.svg"
     scripts, images = ROOT / "scripts", ROOT / "docs" / "images"

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from support.paths import ROOT
 
@@ -53,7 +52,7 @@ follow_imports = silent
 """
 
 
-def test_a_users_code_is_typed_strictly(tmp_path: Path):
+def test_a_users_code_is_typed_strictly(tmp_path):
     (tmp_path / "typed.py").write_text(TYPED)
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "mypy.ini").write_text(MYPY)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -29,7 +28,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_process_has_neither_pins_nor_reservations(tmp_path: Path):
+def test_a_killed_process_has_neither_pins_nor_reservations(tmp_path):
     cache = ChunkCache(tmp_path, BUDGET)
     assert subprocess.run([sys.executable, "-c", CHILD, str(tmp_path), str(BUDGET)]).returncode == -9
     second = cache.open(info_of(content(1), CHUNK))

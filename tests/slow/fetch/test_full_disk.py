@@ -25,14 +25,13 @@ from forebay.network.client import Client, RemoteError
 from forebay.scheduler.journal import Journal, lock_state
 from forebay.scheduler.server import SchedulerService
 from support.feeding import small_disk
-from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import NAME, make_dataset
 from support.waiting import until
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[Path]:
     with small_disk(tmp_path / "disk", 512 << 10) as path:
         yield path
 
@@ -77,9 +76,7 @@ def test_the_coordinator_goes_on_once_there_is_space(disk: Path):
         assert coordinator.status()["generation"] == generation
 
 
-def test_no_standby_takes_the_state_while_the_disk_is_full(
-    make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_standby_takes_the_state_while_the_disk_is_full(make_identity, tmp_path, monkeypatch):
     """It could not write either, and its end would leave no standby."""
     table, state, failed, real = LocalDiscovery(), tmp_path / "state", [], Journal._write
     full = threading.Event()

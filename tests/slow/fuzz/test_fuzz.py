@@ -5,7 +5,6 @@ An input that kills the process ends a worker of pytest-xdist (`-n 2`), which na
 
 import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "0"))
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
-def test_strangers_bytes_end_in_errors_of_ours(name: str, tmp_path: Path):
+def test_strangers_bytes_end_in_errors_of_ours(name: str, tmp_path):
     target = make_target(name, tmp_path)
     try:
         done = fuzz(target, SECONDS, random.Random(SEED))

@@ -22,7 +22,7 @@ def program(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_a_slurm_script_gives_each_task_its_rank(tmp_path: Path):
+def test_a_slurm_script_gives_each_task_its_rank(tmp_path):
     """Run by bash with an `srun` that starts the tasks as Slurm does, one after another."""
     program(tmp_path / "scontrol", '#!/bin/bash\nprintf "node-a\\nnode-b\\n"\n')
     loop = 'for i in 0 1 2 3; do SLURM_PROCID=$i SLURM_LOCALID=$((i % 2)) "$@"; done'
@@ -60,7 +60,7 @@ def test_a_manifest_gives_each_pod_its_rank():
         assert json.loads(ran.stdout) == [str(index), "2", "0", "true-0.true", "/cache/forebay", *HOSTILE], ran.stderr
 
 
-def test_several_ranks_a_pod_are_torchruns(tmp_path: Path):
+def test_several_ranks_a_pod_are_torchruns(tmp_path):
     settings = {"pods": "3", "ranks_per_pod": "8", "gpus": "8"}
     indexed, container = manifest(settings, ["python", "train.py", *HOSTILE])
     program(tmp_path / "torchrun", f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")

@@ -34,12 +34,12 @@ def test_the_dockerfile():
     run("hadolint", ROOT / "Dockerfile")
 
 
-def test_compose_files(tmp_path: Path):
+def test_compose_files(tmp_path):
     (file,) = launched(tmp_path, "compose", workers="12", build=".")
     run("check-jsonschema", "--builtin-schema", "vendor.compose-spec", file, ROOT / "compose.yaml")
 
 
-def test_shell_scripts(tmp_path: Path):
+def test_shell_scripts(tmp_path):
     files = [ROOT / "scripts" / "release.sh"]
     for kind in ("slurm", "kubernetes-network", "systemd"):
         files += [file for file in launched(tmp_path / kind, kind) if file.suffix in (".sh", ".sbatch")]
@@ -60,7 +60,7 @@ def test_shell_scripts(tmp_path: Path):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_manifests(tmp_path: Path, version: str):
+def test_manifests(tmp_path, version: str):
     files = launched(tmp_path / "ranks", "kubernetes", name="yes", cpu="0.5", memory="10")
     files += launched(tmp_path / "torchrun", "kubernetes", ranks_per_pod="8", gpus="8")
     files += [file for file in launched(tmp_path / "network", "kubernetes-network", dataset="1e3", gpus="1")
@@ -74,7 +74,7 @@ def test_manifests(tmp_path: Path, version: str):
         )
 
 
-def test_a_kustomization_is_built(tmp_path: Path):
+def test_a_kustomization_is_built(tmp_path):
     launched(tmp_path, "kubernetes-network", name="lab")
     for name in ("network.json", "root-cert.pem", "org-cert.pem", "org-key.pem"):
         (tmp_path / "issuer").mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ def test_a_kustomization_is_built(tmp_path: Path):
     assert secrets["lab-workers-token"] == {"token"} and len(secrets["lab-issuer"]) == 4
 
 
-def test_units(tmp_path: Path):
+def test_units(tmp_path):
     files = launched(tmp_path, "systemd", program=sys.executable, data="/srv/100% $x")
     output = run("systemd-analyze", "verify", "--man=no", *(file for file in files if file.suffix == ".service"))
     assert not [line for line in output.splitlines() if "forebay-" in line]

@@ -28,7 +28,7 @@ def make_repositories(folder: Path) -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(tmp_path, monkeypatch) -> Iterator[HubServer]:
     """A hub of our own, and nothing kept from before."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -49,7 +49,7 @@ def test_a_few_batches(hub: HubServer):
         assert inputs.shape == (1, seq_len) and (inputs[:, 1:] == labels[:, :-1]).all()
 
 
-def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ten_steps_without_a_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     command = ["--dataset-name", "tiny_shakespeare", "--num-steps", "10", "--trainer", "count", "--json"]

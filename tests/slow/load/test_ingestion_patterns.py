@@ -53,9 +53,7 @@ def epoch_two(server: OriginServer, rank: int, tier: Literal["disk", "ram"]) -> 
     return first
 
 
-def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(server: OriginServer, tmp_path, monkeypatch):
     """Two workers: in two epochs every slice leaves the origin once; a cache holds whole, verified slices alone."""
     seen, chunk_bytes = set(), open_dataset(server.directory).table.chunk_bytes
     for rank in range(2):
@@ -81,7 +79,7 @@ def test_memory_keeps_slices_between_loaders(server: OriginServer, memory: Path)
 
 
 @pytest.mark.parametrize("num_cached", [6, 20])
-def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path: Path, num_cached: int):
+def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path, num_cached: int):
     """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more.
 
     No cache can do better: each epoch reads all once. Room for the maps of the slices, and half a slice for what is
@@ -98,7 +96,7 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
     assert 1 - (fetched - 1) / 4 >= num_cached / SLICES - 1e-9
 
 
-def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_path: Path):
+def test_a_cache_keeps_the_open_windows_or_everything(server: OriginServer, tmp_path):
     """keep="window" needs little disk and fetches in each epoch; "all" fetches once, and is refused a small cache."""
     total = sum(path.stat().st_size for path in slice_paths(server))
     arguments = {"seq_len": SEQ_LEN, "batch_size": 4, "epochs": 2}

@@ -35,7 +35,7 @@ def make_dataset(folder: Path, num_slices: int) -> Dataset:
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
+def network(tmp_path) -> Iterator[Network]:
     """A data node of two datasets; workers know the address of their scheduler only."""
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "a", "b", "liar")
@@ -100,7 +100,7 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
     assert sorted(from_web) == expected and len({*first, *from_books}) == 1 + len(from_books) >= 8
 
 
-def test_proofs_are_not_judged_by_a_data_node_that_lies(network: Network, monkeypatch: pytest.MonkeyPatch):
+def test_proofs_are_not_judged_by_a_data_node_that_lies(network: Network, monkeypatch):
     """The honest data node ends; the worker has all slices in its cache, and its proofs are of the right bytes."""
     monkeypatch.setattr("forebay.scheduler.proofs.is_checked", lambda *_: True)  # Else chance decides which are.
     identity, dataset = network.identity("liar"), network.nodes[0].datasets[0]

@@ -48,7 +48,7 @@ def count_resources(ours: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["local", "ahead"])
-def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tmp_path: Path, kind: str):
+def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tmp_path, kind: str):
     """Each second one is closed by an exception in its loop; the last one is slow."""
     arguments = {"dataset": data, **ORDER}
     if kind != "local":
@@ -74,7 +74,7 @@ def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tm
 
 
 @pytest.mark.parametrize("fault, prefetch", [("black hole", 0), ("refusing", 2), ("slow", 0)])
-def test_an_interrupt_ends_a_wait_within_two_seconds(server: OriginServer, tmp_path: Path, fault: str, prefetch: int):
+def test_an_interrupt_ends_a_wait_within_two_seconds(server: OriginServer, tmp_path, fault: str, prefetch: int):
     out, cache = tmp_path / "out", tmp_path / "cache"
     arguments = {"dataset": server.url, "cache_dir": cache, "rank": 0, "world_size": 1, **ORDER}
     arguments["samples"] = SampleOptions(prefetch_batches=prefetch)
@@ -98,9 +98,7 @@ def test_an_interrupt_ends_a_wait_within_two_seconds(server: OriginServer, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_after_a_bucket_was_read_is_refused(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_fork_after_a_bucket_was_read_is_refused(server: OriginServer, tmp_path, monkeypatch):
     """Its library would wait forever there."""
     pytest.importorskip("obstore")
     for name, value in server.s3_environment.items():
@@ -121,7 +119,7 @@ def test_a_fork_after_a_bucket_was_read_is_refused(
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_path: Path, prefetch: int):
+def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_path, prefetch: int):
     """The child goes on by itself, as a helper process of PyTorch's would; the parent is not disturbed."""
     expected = read_samples(Loader(data, **ORDER), SAMPLES)
     for number in range(FORKS):

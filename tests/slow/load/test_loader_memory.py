@@ -35,7 +35,7 @@ folder = dataset_fixture(12 * TIMES, SAMPLES, SEQ_LEN)
 
 
 @pytest.mark.parametrize("world", [1, 8])
-def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int):
+def test_memory_and_disk_stay_flat(folder: Path, tmp_path, world: int):
     outs = [tmp_path / f"{rank}.jsonl" for rank in range(world)]
     with small_disk(tmp_path / "disk", 3 * BUDGET) as disk, OriginServer(folder) as server:
         cache = disk / "cache"
@@ -68,7 +68,7 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int):
     assert most_on_disk <= BUDGET  # Also what was deleted while it was mapped.
 
 
-def test_memory_is_the_batch_not_the_dataset(tmp_path: Path):
+def test_memory_is_the_batch_not_the_dataset(tmp_path):
     folder = make_dataset(tmp_path / "large", 12, 2048, 1024)  # 96 MiB; a batch is 128 KiB.
     with Loader(folder, seq_len=1024, batch_size=16) as loader:
         peak = before = own_memory()["anon"]

@@ -42,9 +42,7 @@ def total_bytes(dataset: Path) -> int:
     return int(open_dataset(dataset).table.bytes.sum())
 
 
-def test_each_epoch_fetches_the_dataset_about_once_by_default_and_by_the_advice_of_the_refusal(
-    many: Path, tmp_path: Path
-):
+def test_each_epoch_fetches_the_dataset_about_once_by_default_and_by_the_advice_of_the_refusal(many: Path, tmp_path):
     ratio, stats = fetched(many, tmp_path / "default", cache_bytes=total_bytes(many) // 4)
     assert ratio <= 1.05 * 2 - 0.15 and stats["refetched_bytes"] <= 0.05 * total_bytes(many)
     wide = OrderOptions(lanes=64, window_bytes=66_000)
@@ -58,7 +56,7 @@ def test_each_epoch_fetches_the_dataset_about_once_by_default_and_by_the_advice_
 
 @pytest.mark.parametrize("is_wide", [True, False])
 def test_second_fetches_are_counted_in_the_epochs_of_each_dataset_of_a_mixture_and_their_cause_is_logged(
-    many: Path, server: OriginServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_wide: bool
+    many: Path, server: OriginServer, tmp_path, caplog, is_wide: bool
 ):
     """The small dataset is read some three times, and a chunk of it fetched as often: that alone is no second fetch."""
     value = {"seq_len": 256, "batch_size": 16, "steps": 100 if is_wide else 400}
@@ -75,7 +73,7 @@ def test_second_fetches_are_counted_in_the_epochs_of_each_dataset_of_a_mixture_a
     assert ("Use the default lanes" in caplog.text) == is_wide
 
 
-def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(server: OriginServer, tmp_path: Path):
+def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(server: OriginServer, tmp_path):
     with small_disk(tmp_path / "disk", 3 * MIB) as disk:
         arguments = {"dataset": server.url, "cache_dir": disk / "cache", **ONE_BY_ONE}
         with pytest.raises(UsageError, match=r"disk is full|No space left on device\. Free space there"):

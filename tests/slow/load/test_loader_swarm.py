@@ -32,7 +32,7 @@ SHARED = NetworkOptions(listen="auto")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
     make_dataset(folder / "c4", SLICES, SAMPLES, SEQ_LEN)
     create_network(folder / "network", "net", bootstrap=[])
@@ -90,7 +90,7 @@ def run_ranks(world: Path, folder: Path, address: str, **arguments: Any) -> list
 
 
 def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_other(
-    world: Path, node: DataNode, tmp_path: Path
+    world: Path, node: DataNode, tmp_path
 ):
     table = open_dataset(world / "c4").table
     stats = run_ranks(world, tmp_path, node.address, cache_bytes=int(table.bytes.sum()) * 5 // 8, network=SHARED)
@@ -103,7 +103,7 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
     assert sum(item["shared_bytes"] for item in stats) > 0
 
 
-def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, node: DataNode, tmp_path: Path):
+def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, node: DataNode, tmp_path):
     with Loader(
         remote(world, "rank0", node.address), **READ, rank=0, cache_dir=tmp_path, cache_bytes=1 << 20, network=SHARED
     ) as loader:
@@ -135,7 +135,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
             os.waitpid(pid, 0)
 
 
-def test_a_port_that_another_process_has_leaves_this_one_to_get_only(world: Path, node: DataNode, tmp_path: Path):
+def test_a_port_that_another_process_has_leaves_this_one_to_get_only(world: Path, node: DataNode, tmp_path):
     settings = READ | {"epochs": 1, "rank": 0, "world_size": 1}
     local = [batch.inputs for batch in Loader(world / "c4", **settings)]
     with (

@@ -1,7 +1,6 @@
 """Plans against real runs: a loader reads a web server whose rate is limited, and a step sleeps."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ SEQ_LEN, BATCH = 2048, 32
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def dataset(tmp_path_factory) -> Dataset:
     """33 MB in two slices, so that their chunks are of 64 KiB."""
     folder = tmp_path_factory.mktemp("planned")
     chance = np.random.default_rng(1)
@@ -35,7 +34,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
         pytest.param(10e6, 0.004, 2, id="the second epoch is in the cache"),
     ],
 )
-def test_a_run_takes_what_its_plan_says(dataset: Dataset, tmp_path: Path, rate: float, step_s: float, epochs: int):
+def test_a_run_takes_what_its_plan_says(dataset: Dataset, tmp_path, rate: float, step_s: float, epochs: int):
     """Within 20 %, on a machine whose processors are not what limits the run: a busy one runs it more slowly.
 
     A step counts as long as it really took.

@@ -50,7 +50,7 @@ FOLDER = Path(PREFIX)
 
 
 @pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bucket(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("s3") / "dataset"
     write_bucket(folder)
     return folder / PREFIX
@@ -63,7 +63,7 @@ def running(bucket: Path) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def server(running: S3Server, tmp_path, monkeypatch) -> Iterator[S3Server]:
     """The bucket, and a directory of one's own to keep shards in: DATASET_BINS_PATH is key prefix and directory."""
     running.faults.__init__()
     until(lambda: running.at_once == 0)  # Those of the test before count as sent what was on its way.
@@ -84,7 +84,7 @@ def test_a_bad_network_changes_no_byte(server: S3Server):
             assert (batch.inputs == shard_tokens(int(batch.dataset_index[0])).reshape(-1, L)[batch.sample_ids]).all()
 
 
-def test_the_disk_of_a_used_shard_is_free_at_once(server: S3Server, tmp_path: Path):
+def test_the_disk_of_a_used_shard_is_free_at_once(server: S3Server, tmp_path):
     """A run of many swaps on a volume of 3.5 shards never waits for room, and no deleted file stays mapped."""
     turns = 12
     gc.disable()
@@ -118,7 +118,7 @@ def read_lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
-def test_the_next_shard_comes_in_a_process_of_its_own(server: S3Server, monkeypatch: pytest.MonkeyPatch):
+def test_the_next_shard_comes_in_a_process_of_its_own(server: S3Server, monkeypatch):
     """It is of the lowest priority; what it leaves when it is killed, a thread fetches; it ends with the manager."""
     monkeypatch.setattr("forebay.load.shard_cache.MIN_PROCESS_BYTES", 0)
 
@@ -144,7 +144,7 @@ def test_the_next_shard_comes_in_a_process_of_its_own(server: S3Server, monkeypa
     until(lambda: not helpers())
 
 
-def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path):
+def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path):
     seed = int(os.environ.get("FOREBAY_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
     print(f"replay with FOREBAY_SHARDS_SEED={seed}")
     chance, position, done = random.Random(seed), 0, {}
@@ -197,7 +197,7 @@ with ShardCache("r2://", Path("here").absolute(), max_workers=4) as cache:
 """
 
 
-def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_memory_stays_below_the_bound(tmp_path, monkeypatch):
     """32 MiB through 16 workers: what the process grows by is far below the file."""
     seq_len, count = 2048, 8192
     rng = np.random.default_rng(1)
@@ -219,9 +219,7 @@ def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_shards_are_mirrored_to_ones_own_bucket(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_shards_are_mirrored_to_ones_own_bucket(server: S3Server, tmp_path, monkeypatch, capsys):
     """Self-hosting: from one bucket to another and to a directory and back; some, then the rest; bad connections."""
     own = server.directory / "own"
     own.mkdir()
@@ -259,7 +257,7 @@ def test_shards_are_mirrored_to_ones_own_bucket(
         shutil.rmtree(own)
 
 
-def test_a_mirror_that_is_killed_resumes(server: S3Server, bucket: Path, tmp_path: Path):
+def test_a_mirror_that_is_killed_resumes(server: S3Server, bucket: Path, tmp_path):
     """Between two directories and from a bucket, killed whenever: no wrong file under a name, nothing left."""
     disk, chance = tmp_path / "disk", random.Random(4)
     server.faults.bytes_per_s = 3 << 20

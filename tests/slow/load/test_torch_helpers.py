@@ -41,7 +41,7 @@ def test_helpers_stay_over_epochs_and_end_with_the_loader(data: Path):
     assert num_descriptors() == before
 
 
-def test_a_script_without_a_main_guard_may_use_helpers(data: Path, tmp_path: Path):
+def test_a_script_without_a_main_guard_may_use_helpers(data: Path, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, forebay\n"

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 import pytest
 
 from forebay.network.client import Client
-from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.processes import Start, forebay
 
@@ -31,7 +30,7 @@ def start(stack: ExitStack) -> Start:
 
 
 @pytest.fixture
-def client(make_identity: Make) -> Iterator[Client]:
+def client(make_identity) -> Iterator[Client]:
     with Client(make_identity("client")) as client:
         yield client
 

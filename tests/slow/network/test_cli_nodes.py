@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ from support.waiting import until
 NEVER = ("--timeout", 12)
 
 
-def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Start):
+def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path, start: Start):
     make_dataset(tmp_path / "d", 2, 20)
     port = free_port()
     node = make_network(tmp_path, ["node"], [(HOST, port)])["node"]
@@ -45,7 +44,7 @@ def test_one_bootstrap_node_that_answers_is_enough(stack: ExitStack):
         wait_for_bootstrap(others, 0.5)
 
 
-def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, stack: ExitStack, start: Start):
+def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path, stack: ExitStack, start: Start):
     network = Network(tmp_path, stack, dht_nodes=2)
     silent = stack.enter_context(socket.create_server((HOST, 0)))  # accepts, and sends nothing
     address = f"{HOST}:{silent.getsockname()[1]}"
@@ -63,7 +62,7 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
 
 
 def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of_its_end(
-    tmp_path: Path, stack: ExitStack, start: Start
+    tmp_path, stack: ExitStack, start: Start
 ):
     """One of three workers may have all the leases while the others wait; none trains before all have come."""
     workers = ["w0", "w1", "w2"]
@@ -104,7 +103,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done_and_every_live_worker_hears_of
     assert start(*words, "--exit-when-done").wait() == 1
 
 
-def test_a_bad_access_list_stops_a_data_node_before_it_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_bad_access_list_stops_a_data_node_before_it_starts(tmp_path, capsys):
     make_dataset(tmp_path / "d", 2, 20)
     path = tmp_path / "access.toml"
     path.write_text("[[dataset]\n")
@@ -114,9 +113,7 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(tmp_path: Path, ca
     assert f"{path}:1: expected TOML" in message and len(message.splitlines()) == 1, message
 
 
-def test_status_of_nodes_of_every_kind(
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_status_of_nodes_of_every_kind(tmp_path, stack: ExitStack, monkeypatch, capsys):
     """Exit 0 while a node takes requests, else 1; also by the environment, as probes do."""
     network, port = Network(tmp_path, stack, "w0", "w1"), free_port()
     with contextlib.closing(LibtorrentDht(HOST, port, [])):

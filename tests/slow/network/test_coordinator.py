@@ -10,7 +10,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError, DuplicateWorkerError
-from support.handlers import Make
 from support.paths import TESTS
 from support.processes import Process, Start
 from support.waiting import until
@@ -77,9 +75,7 @@ def join_all(*members: Membership) -> None:
         thread.join()
 
 
-def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
-    start: Start, stack: ExitStack, tmp_path: Path
-):
+def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(start: Start, stack: ExitStack, tmp_path):
     pytest.importorskip("torch")
     flags = f"--min-workers 4 --disconnect-timeout 2 --state {tmp_path}/run --set num_steps=60".split()
     first, address = coordinator(start, *flags)
@@ -133,7 +129,7 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     assert status["done"] and status["step"] == 60 and status["config"]["num_steps"] == 60
 
 
-def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(start: Start, tmp_path: Path):
+def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(start: Start, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text('dataset_name = "tiny"\nbatch_size = 8\n')
     process, address = coordinator(start, *f"--min-workers 4 --config {config} --set seq_len=32".split())
@@ -169,7 +165,7 @@ def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(star
 
 
 def test_over_mutual_tls_sessions_and_values_belong_to_their_certificates(
-    make_identity: Make,
+    make_identity,
 ):
     """Ranks find each other by values, which are of their generation alone; each rank sets its own."""
     with (
@@ -213,7 +209,7 @@ def test_over_mutual_tls_sessions_and_values_belong_to_their_certificates(
         assert server.status()["members"] == []
 
 
-def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_was(tmp_path: Path):
+def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_was(tmp_path):
     with pytest.raises(CoordinatorUnreachableError, match="forebay coordinator"):
         Membership("127.0.0.1:9", patience_s=0.2).join()
     with Coordinator(state_dir=tmp_path, config={"batch_size": 4}) as server:
@@ -236,7 +232,7 @@ def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_
         assert [g["start_step"] for g in get(server.address, "/v1/log")["generations"]] == [0, 5]
 
 
-def test_who_finishes_while_the_coordinator_is_away_tells_it_when_it_is_back(tmp_path: Path):
+def test_who_finishes_while_the_coordinator_is_away_tells_it_when_it_is_back(tmp_path):
     """Else the run would wait for ever for workers that have done all of it."""
     config = {"batch_size": 1, "num_steps": 3}
     with Coordinator(state_dir=tmp_path, config=config) as server:
@@ -255,7 +251,7 @@ def test_who_finishes_while_the_coordinator_is_away_tells_it_when_it_is_back(tmp
         assert server.done and server.status()["step"] == 3
 
 
-def test_a_state_of_another_version_is_named(tmp_path: Path):
+def test_a_state_of_another_version_is_named(tmp_path):
     with Coordinator(state_dir=tmp_path):
         pass
     with contextlib.closing(sqlite3.connect(tmp_path / ROSTER_NAME)) as database, database:

@@ -62,7 +62,7 @@ def shown_view(page: Dashboard) -> View:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+def job(tmp_path_factory) -> Iterator[Job]:
     """A job of which four workers used a part, and one was killed; its page."""
     directory = tmp_path_factory.mktemp("job")
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def test_the_page_in_a_browser(job: Job):
         assert browser.page.locator("#table-workers th[aria-sort=ascending]").inner_text() == "rate"
 
 
-def test_texts_of_members_stay_text_and_long_tables_have_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_texts_of_members_stay_text_and_long_tables_have_pages(tmp_path, capsys):
     hostile = "<img src=x onerror=document.title='owned'>\x1b[31m"
     view = {"version": 1, "kind": "job", "title": hostile, "state": hostile, "at": 1.0, "message": hostile}
     view["workers"] = [{"name": name, "state": "idle"} for name in (hostile, *(f"worker-{i}" for i in range(799)))]
@@ -174,7 +174,7 @@ def test_texts_of_members_stay_text_and_long_tables_have_pages(tmp_path: Path, c
         assert browser.page.inner_text("#table-workers output") == "1 to 11 of 11"
 
 
-def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack):
+def test_a_preparation_has_its_page(tmp_path, stack: ExitStack):
     """While it runs, and afterwards: stages, rules, reasons, samples of what is dropped."""
     words = [
         a + b + c for a in "bcdfglmnprst" for b in ("an", "el", "or", "ist") for c in ("", "ing", "ed", "er", "ly")
@@ -224,7 +224,7 @@ def test_a_preparation_has_its_page(tmp_path: Path, stack: ExitStack):
 )
 def test_a_slow_network_or_scheduler_is_named(
     cause: str, gather_s: float, limits: ServerLimits | None, slices: int, tokens: int, seq_len: int,
-    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch,
+    tmp_path, stack: ExitStack, monkeypatch,
 ):  # fmt: skip
     """One worker, which only counts, waits most of its time; a start that took long may be named before."""
     monkeypatch.setattr(scheduler_server, "GATHER_S", gather_s)
@@ -244,7 +244,7 @@ def test_a_slow_network_or_scheduler_is_named(
     assert cause in wait_for(source(network, service).poll, is_named)["advice"]
 
 
-def test_a_slow_tokenizer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_tokenizer_is_named(tmp_path, monkeypatch):
     real = documents.TextEncoder.encode
 
     def encode(self, texts, counts):

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import libtorrent as lt
 import pytest
@@ -23,7 +22,6 @@ from forebay.network.discovery import ask_many, find_providers, record_key
 from forebay.network.pki.identity import revoke
 from forebay.storage.hosts import host_towards
 from support.calibration import scaled
-from support.handlers import Make
 from support.nodes import HOST, NAME, make_dataset
 from support.waiting import until
 
@@ -99,7 +97,7 @@ def test_a_name_is_found_by_fifty_nodes(start: Start):
 @pytest.mark.skipif(host_towards(("192.0.2.1", 9)) in ("0.0.0.0", HOST), reason="only loopback here")
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
 def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
-    late_s: float, start: Start, monkeypatch: pytest.MonkeyPatch
+    late_s: float, start: Start, monkeypatch
 ):
     """Also where a busy machine hears of all but the first address after the announcement."""
     real = LibtorrentDht._handle
@@ -120,9 +118,7 @@ def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
         assert second.host == host and (host, 7001) in second.find(KEY, scaled(30))
 
 
-def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
-    tmp_path: Path, make_identity: Make, start: Start
-):
+def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(tmp_path, make_identity, start: Start):
     dataset, ttl_s = make_dataset(tmp_path / "dataset", 2, 50), scaled(0.6)
     first, seeker = start(), make_identity("seeker")
     other = start(first)
@@ -165,9 +161,7 @@ def forge(node: LibtorrentDht, key: bytes, ports: range, host: str = HOST) -> No
             sock.recv(65536)  # its answer: no faster than it takes them
 
 
-def test_forged_announcements_delay_a_search_by_a_bounded_time(
-    tmp_path: Path, nodes: list[LibtorrentDht], make_identity: Make
-):
+def test_forged_announcements_delay_a_search_by_a_bounded_time(tmp_path, nodes: list[LibtorrentDht], make_identity):
     dataset, seeker = make_dataset(tmp_path / "dataset", 2, 50), make_identity("seeker")
     key = record_key(seeker.network_id, "dataset", NAME)
     with contextlib.ExitStack() as stack:
@@ -191,7 +185,7 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
 
 
 def test_forged_announcements_keep_no_revocation_from_a_node(
-    tmp_path: Path, nodes: list[LibtorrentDht], make_identity: Make, network_dir: Path
+    tmp_path, nodes: list[LibtorrentDht], make_identity, network_dir
 ):
     """Two data nodes without a dataset or a peer in common, and a crowd under the key by which they find each other."""
     members = [make_identity(name) for name in ("first", "second", "thief")]

@@ -79,7 +79,7 @@ def running(directory: Path) -> Iterator[Job]:
 
 
 @pytest.mark.skipif(bool(lacking()), reason=lacking() or "can")
-def test_all_at_once(tmp_path: Path):
+def test_all_at_once(tmp_path):
     """One worker behind NAT, one cut off beyond its lease, a data node gone for good, the scheduler away meanwhile."""
     with running(tmp_path) as job:
         job.lab.vanish(job.hosts["worker-1"])

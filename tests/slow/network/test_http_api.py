@@ -28,7 +28,7 @@ SERVERS = ("data", "scheduler", "coordinator")
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def network(tmp_path_factory) -> Iterator[Running]:
     """A network with a member `client`, and the address of each server."""
     with ExitStack() as stack:
         network = Network(tmp_path_factory.mktemp("servers"), stack, "client", dht_nodes=2)

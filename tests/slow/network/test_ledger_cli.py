@@ -2,9 +2,6 @@
 
 import json
 from contextlib import ExitStack
-from pathlib import Path
-
-import pytest
 
 from forebay import prepare_dataset
 from forebay.cli import main
@@ -13,9 +10,7 @@ from forebay.network.pki.identity import create_network
 from support.nodes import Network
 
 
-def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_back(
-    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
-):
+def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_back(tmp_path, stack: ExitStack, capsys):
     texts = [f"Document {i} tells of {i} things. " + "More of it. " * (i % 5 + 2) for i in range(40)]
     lines = [json.dumps({"id": f"doc-{i}", "text": text}) + "\n" for i, text in enumerate(texts)]
     (tmp_path / "in.jsonl").write_text("".join(lines))

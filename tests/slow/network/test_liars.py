@@ -7,7 +7,6 @@ import functools
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
 from forebay.storage.origins import open_remote
-from support.handlers import Make
 from support.leases_by_hand import DATASET, FetchingWorker, answer, lease_of
 from support.liars import LIES, Liar
 from support.local_discovery import LocalDiscovery
@@ -45,12 +43,12 @@ BLAMED = {
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def dataset(tmp_path_factory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("data") / "dataset", 3, 2000)
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch) -> None:
     """All are heard, however late they answer."""
     for name in ("ASK_TIMEOUT_S", "ANSWER_AFTER_GOOD_S"):
         monkeypatch.setattr(discovery, name, 60.0)
@@ -58,9 +56,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lie", sorted(LIES))
-def test_a_leased_slice_comes_from_the_honest_one(
-    lie: str, dataset: Dataset, make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_leased_slice_comes_from_the_honest_one(lie: str, dataset: Dataset, make_identity, tmp_path, monkeypatch):
     """The liar is asked first, as another worker; it is left for what it did, and the origin gives the slice."""
     stall_s = scaled(STALL_S)
     monkeypatch.setattr(fetching, "_STALL_S", stall_s if lie in WAITED_FOR else 60.0)
@@ -98,7 +94,7 @@ def announced(stack: ExitStack, table: LocalDiscovery, identity: Identity, *args
 
 
 @pytest.mark.usefixtures("patient")
-def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity: Make):
+def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity):
     """They decide which samples a packed job has: a scheduler reads them before the first lease."""
     table, reader = LocalDiscovery(), make_identity("reader")
     peers = sorted((make_identity(f"peer-{i}") for i in range(3)), key=lambda peer: peer.peer_id)
@@ -130,9 +126,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("lie", ["silent", "huge", "garbage", "wrong_range", "redirect", "hang_up", *CLAIMS])
-def test_a_search_hears_the_honest_one_only(
-    lie: str, dataset: Dataset, make_identity: Make, request: pytest.FixtureRequest
-):
+def test_a_search_hears_the_honest_one_only(lie: str, dataset: Dataset, make_identity, request):
     if lie != "silent":
         request.getfixturevalue("patient")
     table, reader, identity = LocalDiscovery(), make_identity("reader"), make_identity("liar")
@@ -146,7 +140,7 @@ def test_a_search_hears_the_honest_one_only(
         until(lambda: len(liar.requests) == 1)  # The search waits for a silent one for 1.5 s only.
 
 
-def test_a_slice_named_by_a_path_is_no_slice(tmp_path: Path):
+def test_a_slice_named_by_a_path_is_no_slice(tmp_path):
     cache = ChunkCache(tmp_path / "cache", 1 << 20)
     for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
         with pytest.raises(UsageError, match="sha256"):

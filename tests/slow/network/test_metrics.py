@@ -77,7 +77,7 @@ def yaml_blocks() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+def processes(tmp_path_factory) -> Iterator[Processes]:
     with ExitStack() as stack:
         yield start(tmp_path_factory.mktemp("metrics"), stack)
 

@@ -3,7 +3,6 @@
 import signal
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ SEQ_LEN, SAMPLES = 8, 25
 LEASE_S = 15.0
 
 
-def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: ExitStack, start: Start):
+def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path, stack: ExitStack, start: Start):
     """The first one stood still before, for longer than a lease: it takes none back for it."""
     network = Network(tmp_path, stack, "worker", dht_nodes=2)
     network.serve(make_dataset(tmp_path / "dataset", 6, 40))
@@ -60,9 +59,7 @@ def use_all(worker: ExchangeClient, leases: list[dict]) -> None:
         answer = worker.exchange(*leases, want=1, known_leases=[lease["lease_id"] for lease in leases])
 
 
-def test_a_job_is_steered_by_administrators_and_used_once(
-    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
-):
+def test_a_job_is_steered_by_administrators_and_used_once(tmp_path, stack: ExitStack, capsys):
     network = Network(tmp_path, stack, "admin")
     scope = Scope(frozenset({"worker"}))
     network.homes["worker"] = join(tmp_path / "network", tmp_path / "worker", "worker", scope=scope).node_dir
@@ -87,9 +84,7 @@ def test_a_job_is_steered_by_administrators_and_used_once(
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_slice_set_aside_and_a_restart_with_no_data_node(
-    tmp_path: Path, stack: ExitStack, start: Start, capsys: pytest.CaptureFixture[str]
-):
+def test_a_slice_set_aside_and_a_restart_with_no_data_node(tmp_path, stack: ExitStack, start: Start, capsys):
     """The scheduler reads a slice on which workers fail itself: what they say of a good one sets nothing aside."""
     network = Network(tmp_path, stack, "one", "two", "three", "four", "worker", dht_nodes=1)
     node = network.serve(make_dataset(tmp_path / "dataset", 4, 40))

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,26 +14,23 @@ from forebay.errors import NetworkError
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers
 from forebay.storage.connections import StreamedResponse
-from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, make_dataset
 from support.waiting import until
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path) -> Dataset:
     return make_dataset(tmp_path / "tiny", 4, 400_000)
 
 
 @pytest.fixture
-def node(dataset: Dataset, table: LocalDiscovery, make_identity: Make) -> Iterator[DataNode]:
+def node(dataset: Dataset, table: LocalDiscovery, make_identity) -> Iterator[DataNode]:
     with DataNode(make_identity("data"), [dataset], HOST, 0, table) as node:
         yield node
 
 
-def test_names_that_are_not_served_and_paths_that_climb(
-    node: DataNode, client: Client, dataset: Dataset, tmp_path: Path
-):
+def test_names_that_are_not_served_and_paths_that_climb(node: DataNode, client: Client, dataset: Dataset, tmp_path):
     (tmp_path / "tiny" / "secret.txt").write_text("secret")
     files, injected = f"/v1/datasets/{dataset.id}", "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
     climbing = ["..", "%2e%2e", "..%2f..%2f", "%00", "/etc/passwd", "....//", "x" * 5000, injected]
@@ -78,9 +74,7 @@ def test_a_lost_or_changed_file_is_not_handed_out(node: DataNode, client: Client
     assert client.get_bytes(node.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 24)
 
 
-def test_stop_finishes_the_download_in_flight(
-    tmp_path: Path, make_identity: Make, client: Client, monkeypatch: pytest.MonkeyPatch
-):
+def test_stop_finishes_the_download_in_flight(tmp_path, make_identity, client: Client, monkeypatch):
     big = make_dataset(tmp_path / "big", 2, 32_000_000)  # 64 MB: more than the sockets' buffers hold
     row, node = big.table.row(0), DataNode(make_identity("data"), [big], HOST, 0, None)
     node.start()
@@ -110,7 +104,7 @@ def test_stop_finishes_the_download_in_flight(
     assert drained == [True] and into == big.slice_path(0).read_bytes()
 
 
-def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make):
+def test_announcements_are_refreshed(dataset: Dataset, make_identity):
     class Counting(LocalDiscovery):
         calls, away = 0, False
 
@@ -132,7 +126,7 @@ def test_announcements_are_refreshed(dataset: Dataset, make_identity: Make):
     assert not node._announcer.is_alive and table.calls == calls
 
 
-def test_a_node_of_many_datasets_is_found_by_each_name(make_identity: Make, tmp_path: Path):
+def test_a_node_of_many_datasets_is_found_by_each_name(make_identity, tmp_path):
     """All its claims together are larger than what a reader takes in one answer."""
     datasets = []
     for i in range(200):

@@ -13,7 +13,7 @@ from forebay.network.app import JsonResponse
 from forebay.network.client import Client
 from forebay.network.server import Server
 from forebay.storage.retry import log_while_waiting
-from support.handlers import Make, serve
+from support.handlers import serve
 from support.waiting import until
 from support.wire import read_answers
 
@@ -21,7 +21,7 @@ log = logging.getLogger("forebay.test")
 
 
 @pytest.fixture
-def server(make_identity: Make) -> Iterator[Server]:
+def server(make_identity) -> Iterator[Server]:
     with serve(make_identity("server"), lambda request: JsonResponse({})) as server:
         yield server
 
@@ -47,9 +47,7 @@ def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Cl
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_no_free_descriptors_for_a_moment(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_no_free_descriptors_for_a_moment(server: Server, client: Client, monkeypatch, caplog):
     # Who cannot read its revocation lists trusts nobody: here nobody looks at them amid the test.
     monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 3600.0)
     client.request_json(server.address, "GET", "/")
@@ -73,7 +71,7 @@ def test_no_free_descriptors_for_a_moment(
         assert read_answers(tls)[0].status == 200
 
 
-def test_a_fork_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch):
+def test_a_fork_waits_for_itself_alone(monkeypatch):
     """Log lines of waits: the child has a thread of its own, and the parent's waits are not its."""
     for name in ("FIRST_S", "EVERY_S"):
         monkeypatch.setattr(f"forebay.storage.retry.{name}", 0.1)

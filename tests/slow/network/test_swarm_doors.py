@@ -32,7 +32,7 @@ SLICES = 4
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("swarm")
     make_dataset(folder / "one", SLICES, 1000)
     make_network(folder, ["node", "a", "b", "c"], [])
@@ -80,7 +80,7 @@ def take_all(member: Member, out: Path) -> None:
 
 
 def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
-    world: Path, node: DataNode, tmp_path: Path, fetcher: RunFetcher
+    world: Path, node: DataNode, tmp_path, fetcher: RunFetcher
 ):
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, fetcher, share=False) as leech:
@@ -105,7 +105,7 @@ def test_an_address_where_somebody_else_listens_is_not_believed(world: Path, nod
 
 
 def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
-    world: Path, node: DataNode, tmp_path: Path, fetcher: RunFetcher
+    world: Path, node: DataNode, tmp_path, fetcher: RunFetcher
 ):
     with member(world, "a", node, fetcher, share=True) as sharer:
         take_all(sharer, tmp_path / "first")
@@ -120,7 +120,7 @@ def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
     assert open_dataset(tmp_path / "late").verify(workers=1).ok
 
 
-def test_a_sharer_keeps_to_what_certificates_cover(world: Path, tmp_path: Path):
+def test_a_sharer_keeps_to_what_certificates_cover(world: Path, tmp_path):
     """And a slice that vanished from its cache is 404."""
     row = open_dataset(world / "one").table.row(0)
     cache = ChunkCache(tmp_path / "cache", 1 << 20)
@@ -142,7 +142,7 @@ def test_a_sharer_keeps_to_what_certificates_cover(world: Path, tmp_path: Path):
             client.get_bytes(share.address, path, 1 << 20)
 
 
-def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Path, tmp_path: Path):
+def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Path, tmp_path):
     both = [open_dataset(world / "one"), make_dataset(tmp_path / "two", SLICES + 1, 60)]
     identity = Identity.load(world / "node")
     with DataNode(identity, both, HOST, 0, None) as node, Client(Identity.load(world / "a")) as client:

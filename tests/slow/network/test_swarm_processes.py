@@ -71,7 +71,7 @@ class SwarmOfProcesses:
 
 
 @pytest.fixture
-def swarms(tmp_path: Path) -> Iterator:
+def swarms(tmp_path) -> Iterator:
     """Starts swarms."""
     started = []
 
@@ -84,9 +84,7 @@ def swarms(tmp_path: Path) -> Iterator:
         swarm.close()
 
 
-def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_request_an_object(
-    tmp_path: Path, swarms: Any
-):
+def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_request_an_object(tmp_path, swarms: Any):
     make_dataset(tmp_path / "web", 16, 1 << 15)
     with OriginServer(tmp_path / "web") as server:
         server.faults.requests_per_s = 40.0

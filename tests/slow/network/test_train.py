@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ WORKERS = ["w1", "w2", "w3", "w4"]
 
 
 @pytest.fixture
-def network(tmp_path: Path, stack: ExitStack) -> Network:
+def network(tmp_path, stack: ExitStack) -> Network:
     """Nodes that find each other by a DHT, one of which serves the dataset."""
     network = Network(tmp_path, stack, *WORKERS, dht_nodes=6)
     network.serve(make_dataset(tmp_path / "dataset", NUM_SLICES, TOKENS))
@@ -38,7 +37,7 @@ def service(network: Network) -> Iterator[SchedulerService]:
     return network.schedule(seq_len=SEQ_LEN, stall_s=600.0)
 
 
-def test_four_workers_train_once_and_fetch_once(tmp_path: Path, stack: ExitStack):
+def test_four_workers_train_once_and_fetch_once(tmp_path, stack: ExitStack):
     network = Network(tmp_path, stack, "data-2", *WORKERS, dht_nodes=6)
     dataset = make_dataset(tmp_path / "dataset", NUM_SLICES, TOKENS)
     nodes = [network.serve(dataset, name=name) for name in ("data", "data-2")]
@@ -104,9 +103,7 @@ def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerSer
     assert service.status()["slices_leased"] == num_leased > 1
 
 
-def test_a_use_needs_proof_that_its_slice_was_there(
-    network: Network, service: SchedulerService, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_use_needs_proof_that_its_slice_was_there(network: Network, service: SchedulerService, monkeypatch):
     monkeypatch.setattr(proofs, "MAX_TOKENS_PER_S", 1.0)
     worker = ExchangeClient(network.client("w1"), service.address)
     first, second = worker.exchange(want=2)["leases"]

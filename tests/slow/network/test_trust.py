@@ -33,7 +33,6 @@ from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
 from support.attackers import answers, ask, issue, organisation, request
-from support.handlers import Make
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, make_dataset
 from support.ports import free_port
@@ -41,12 +40,12 @@ from support.wire import connect
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path) -> Dataset:
     return make_dataset(tmp_path / "data", 4, 100)
 
 
 @pytest.fixture
-def node(dataset: Dataset, table: LocalDiscovery, make_identity: Make, tmp_path: Path) -> Iterator[DataNode]:
+def node(dataset: Dataset, table: LocalDiscovery, make_identity, tmp_path) -> Iterator[DataNode]:
     identity = make_identity("data")
     with AuditLog(tmp_path / "audit.log") as identity.audit, DataNode(identity, [dataset], HOST, 0, table) as node:
         yield node
@@ -57,7 +56,7 @@ def audit_events(path: Path) -> list[dict]:
 
 
 def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
-    dataset: Dataset, table: LocalDiscovery, client: Client, network_dir: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, table: LocalDiscovery, client: Client, network_dir, monkeypatch
 ):
     for identity in (issue(network_dir, "worker", "worker"), issue(network_dir, "other", "data", datasets=("books",))):
         with monkeypatch.context() as patch:  # one whose program is changed claims all the same
@@ -70,8 +69,8 @@ def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
 
 
 def test_a_scheduler_must_be_certified_as_one(
-    node: DataNode, table: LocalDiscovery, make_identity: Make, network_dir: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    node: DataNode, table: LocalDiscovery, make_identity, network_dir, tmp_path,
+    monkeypatch,
 ):  # fmt: skip
     """A member without the role is in the DHT under the job's name: no worker believes it."""
     worker = make_identity("worker")
@@ -97,7 +96,7 @@ def test_a_scheduler_must_be_certified_as_one(
         assert "does not cover" in ask(outsider, service.address, "POST", "/v2/exchange", {"want": 1})[1]["message"]
 
 
-def test_access_lists_and_quotas_at_the_door(dataset: Dataset, make_identity: Make, client: Client, tmp_path: Path):
+def test_access_lists_and_quotas_at_the_door(dataset: Dataset, make_identity, client: Client, tmp_path):
     row, rules = dataset.table.row(0), tmp_path / "access.toml"
     rules.write_text(f'[[dataset]]\nname = "{NAME}"\nbytes_per_day = {row.bytes + 10}\n')
     identity, path = make_identity("data"), f"/v1/slices/{row.sha256}"
@@ -122,7 +121,7 @@ def test_access_lists_and_quotas_at_the_door(dataset: Dataset, make_identity: Ma
 
 
 def test_a_revocation_spreads_and_cuts_live_connections(
-    node: DataNode, table: LocalDiscovery, make_identity: Make, network_dir: Path, client: Client, tmp_path: Path
+    node: DataNode, table: LocalDiscovery, make_identity, network_dir, client: Client, tmp_path
 ):
     """Sent to one node by an admin, fetched by another, in force at both without a restart."""
     other, thief = make_identity("data-2"), make_identity("thief")
@@ -155,7 +154,7 @@ def post_crl(member: Identity, address: str, pem: bytes) -> Any:
 
 
 def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
-    node: DataNode, client: Client, network_dir: Path, make_identity: Make
+    node: DataNode, client: Client, network_dir, make_identity
 ):
     """Each organisation signs the largest CRL there is; the root's still reaches a node, and others fetch all."""
     thief, other = make_identity("thief"), make_identity("other")
@@ -171,7 +170,7 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_crl_that_is_not_wanted_is_not_read(network_dir, monkeypatch):
     """Large CRLs, sent again and again, or a new one each second."""
     org, server, evil = organisation(network_dir, "acme"), issue(network_dir, "server"), issue(network_dir, "evil")
     crls = [sign_crl(read_issuer(org), range(1, 2000), number) for number in (1, 2)]
@@ -191,7 +190,7 @@ def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: py
 
 
 def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
-    node: DataNode, dataset: Dataset, table: LocalDiscovery, make_identity: Make, tmp_path: Path
+    node: DataNode, dataset: Dataset, table: LocalDiscovery, make_identity, tmp_path
 ):
     """Another data node announces its own dataset under the name: only what the publisher signed counts."""
     anne, scheduler = make_identity("anne"), make_identity("scheduler")
@@ -249,7 +248,7 @@ def test_an_observer_sees_no_name_and_no_bytes(node: DataNode, dataset: Dataset,
     assert [secret for secret in secrets if secret in seen] == []
 
 
-def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_dir: Path, tmp_path: Path):
+def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_dir, tmp_path):
     """kill -9 right after a join; the same token is refused by the next life."""
     address, program = f"{HOST}:{free_port()}", [sys.executable, "-m", "forebay", "network"]
     environment = os.environ | {"FOREBAY_AUDIT_LOG": str(tmp_path / "admit.log")}

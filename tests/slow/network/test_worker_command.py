@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
@@ -28,7 +27,7 @@ for batch in loader:
 
 
 @pytest.fixture
-def network(tmp_path: Path, stack: ExitStack) -> Network:
+def network(tmp_path, stack: ExitStack) -> Network:
     network = Network(tmp_path, stack, "a", "b")
     network.serve(make_dataset(tmp_path / "dataset", NUM_SLICES, TOKENS))
     return network
@@ -93,7 +92,7 @@ with forebay.Loader({str(network.directory / "dataset")!r}, seq_len=16, batch_si
     assert (report["loaders"], report["samples"]) == (1, 3)
 
 
-def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, work: Start, tmp_path: Path):
+def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, work: Start, tmp_path):
     """As torchrun starts them: RANK and WORLD_SIZE are in their environment."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     # None begins before the other can: else a late one finds nothing left.
@@ -139,7 +138,7 @@ def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, wor
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_the_whole_process_group(network: Network, work: Start, tmp_path: Path, number: signal.Signals):
+def test_signals_reach_the_whole_process_group(network: Network, work: Start, tmp_path, number: signal.Signals):
     """The command's own child, too; leases return at once though nothing was closed."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     program = f"""

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ def test_the_gpt_of_the_example_learns():
     assert result[-1] < result[0] / 2
 
 
-def test_the_gpt_trains_on_text(tmp_path: Path):
+def test_the_gpt_trains_on_text(tmp_path):
     pytest.importorskip("torch")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"the {i}th line of the text"}) + "\n" for i in range(400)))
@@ -62,7 +61,7 @@ def test_the_gpt_trains_on_text(tmp_path: Path):
     ],
 )
 def test_workers_of_one_machine_do_not_spin_for_each_other(
-    environment: dict[str, str], expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], expected: list[str | None], monkeypatch
 ):
     pytest.importorskip("torch")
     code = f"""if True:

@@ -17,7 +17,7 @@ def write_until_killed(folder: Path) -> None:
         record.add(view(float(number)))
 
 
-def test_a_kill_at_any_moment_leaves_a_record(tmp_path: Path):
+def test_a_kill_at_any_moment_leaves_a_record(tmp_path):
     for turn in range(6):
         process = multiprocessing.get_context("spawn").Process(target=write_until_killed, args=(tmp_path,))
         process.start()

@@ -33,14 +33,14 @@ def run(program: str, package: Path, prefix: tuple[str, ...] = (), cwd: Path | N
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path) -> Path:
     """A copy of what is installed."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(forebay.__file__).parent, tmp_path / "lib/forebay", ignore=ignore)
     return tmp_path / "lib"
 
 
-def test_the_directory_is_that_of_the_sources(tmp_path: Path, package: Path):
+def test_the_directory_is_that_of_the_sources(tmp_path, package: Path):
     """numba itself does not see that a function which another file inlines has changed."""
     first = run(PROGRAM, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere")
     assert first.startswith(f"True False {tmp_path}/cache/forebay/kernels-")
@@ -54,7 +54,7 @@ def test_the_directory_is_that_of_the_sources(tmp_path: Path, package: Path):
     assert second.startswith("True True ") and second.split()[2] != first.split()[2]
 
 
-def test_a_first_run_says_that_it_compiles(tmp_path: Path, package: Path):
+def test_a_first_run_says_that_it_compiles(tmp_path, package: Path):
     program = """
 from pathlib import Path
 from forebay import prepare_dataset
@@ -69,7 +69,7 @@ for out in ("one", "two"):
     assert "compiling kernels, once after an installation" in first and second == "[]"
 
 
-def test_nothing_can_be_written(tmp_path: Path, package: Path):
+def test_nothing_can_be_written(tmp_path, package: Path):
     """Permissions do not bind root: a mount that is read-only does."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("unshare -m is not allowed here")

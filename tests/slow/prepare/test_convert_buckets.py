@@ -109,14 +109,14 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def repos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def repos(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hub")
     make_repos(folder)
     return folder
 
 
 @pytest.fixture
-def world(repos: Path, tmp_path: Path) -> Iterator[World]:
+def world(repos: Path, tmp_path) -> Iterator[World]:
     shutil.copytree(repos, tmp_path / "hub")
     for name in ("work", "tmp", "home", "local", "s3/mine", "s3/theirs"):
         (tmp_path / name).mkdir(parents=True)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -14,7 +13,7 @@ from support.dedup_bench import Bench, drop_codes
 
 
 @pytest.mark.parametrize("filler", ["word ", "a"])
-def test_texts_of_30_megabytes(tmp_path: Path, filler: str):
+def test_texts_of_30_megabytes(tmp_path, filler: str):
     bench, text = Bench(tmp_path), filler * ((30 << 20) // len(filler.encode()))
     config = Dedup(exact=True, minhash=True, lines=True)
     texts = pa.array(["good", text, "another", text + " end", "good"], pa.large_string())

@@ -196,7 +196,7 @@ def start(tmp_path: Path, method: str, call: str, guard: str = 'if __name__ == "
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_no_worker_outlives_its_parent(method: str, tmp_path: Path):
+def test_no_worker_outlives_its_parent(method: str, tmp_path):
     with start(tmp_path, method, "wait()") as parent:
         until(lambda: len(list(tmp_path.glob("*.0"))) == 2)
         parent.kill()
@@ -205,14 +205,14 @@ def test_no_worker_outlives_its_parent(method: str, tmp_path: Path):
         assert "Traceback" not in parent.stderr.read()  # the workers are quiet
 
 
-def test_a_script_without_guard_is_told(tmp_path: Path):
+def test_a_script_without_guard_is_told(tmp_path):
     with start(tmp_path, "spawn", "wait()", "if True:") as parent:
         assert parent.wait() == 1 and "before its first task" in parent.stderr.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
 @pytest.mark.parametrize("call, result", [("load(False)", "True False"), ("load(True)", "False True")])
-def test_a_program_that_chose_so_loads_once_and_forks(call: str, result: str, tmp_path: Path):
+def test_a_program_that_chose_so_loads_once_and_forks(call: str, result: str, tmp_path):
     """Not with a second thread, whose locks the forks would wait for."""
     with start(tmp_path, "fork", call) as program:
         assert program.communicate()[0].strip() == result
@@ -239,7 +239,7 @@ with local.LocalEngine(2) as engine:
 """
 
 
-def test_interrupt_while_a_worker_is_started_leaves_no_file(tmp_path: Path):
+def test_interrupt_while_a_worker_is_started_leaves_no_file(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
     )
@@ -275,7 +275,7 @@ def test_interrupt_of_a_program_with_threads_leaves_a_worker_no_half_of_its_sett
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="has no /proc, which says that a process has ended")
-def test_a_process_that_has_ended_is_dead_before_anybody_asks_for_its_exit_code(tmp_path: Path):
+def test_a_process_that_has_ended_is_dead_before_anybody_asks_for_its_exit_code(tmp_path):
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         (tmp_path / f".a.{HOST}.{process.pid}.{'0' * 8}.tmp").touch()

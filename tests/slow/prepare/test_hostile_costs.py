@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -51,7 +50,7 @@ def test_hostile_wikitext_takes_linear_time(part: str):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_categories_cost_what_is_used_of_them(tmp_path: Path, kind: str):
+def test_categories_cost_what_is_used_of_them(tmp_path, kind: str):
     words = pa.array([f"w{i:020}" for i in range(400_000)])
 
     def seconds(column):
@@ -81,7 +80,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10, repr(
 
 
 @pytest.mark.parametrize("value", ["{}", '{"":0}', '"ab"'])
-def test_values_that_no_setting_names_take_little_memory(tmp_path: Path, value: str):
+def test_values_that_no_setting_names_take_little_memory(tmp_path, value: str):
     path = tmp_path / "a.jsonl"
     many = ",".join([value] * ((30 << 20) // (len(value) + 1)))
     path.write_text(f'{{"text": "a", "x": [{many}]}}\n')

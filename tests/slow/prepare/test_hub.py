@@ -34,7 +34,7 @@ DOWNLOAD = "from forebay.storage.hub_copies import download_hub; print(download_
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[HubServer]:
+def hub(tmp_path) -> Iterator[HubServer]:
     write_repo(tmp_path / "hub/datasets/a/b")
     with HubServer(tmp_path / "hub") as server:
         yield server
@@ -56,7 +56,7 @@ def started(script: str, tmp_path: Path, **environment: str) -> subprocess.Popen
     )
 
 
-def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path):
+def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path):
     repo = write_repo(hub.directory / "datasets/a/large")
     row = json.dumps({"text": "To be, or not to be, that is the question. " * 60}) + "\n"
     with (repo / "train.jsonl").open("wb") as file:
@@ -71,7 +71,7 @@ def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path):
     assert hub.bytes_sent["train.jsonl"] < 8 << 20 and not (tmp_path / "cache").exists()
 
 
-def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path):
+def test_a_killed_download_is_continued(hub: HubServer, tmp_path):
     data = hub.directory / "datasets/a/b/train.jsonl"
     data.write_bytes(b'{"text": "a line of text"}\n' * 200_000)
     hub.faults.connection_bytes_per_s = 2e6

@@ -14,7 +14,7 @@ pytest.importorskip("numba")
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pages(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("look")
     (folder / "in").mkdir()
     shutil.copy(shared_data("warc/dolma/sample-0000.warc.gz"), folder / "in")
@@ -23,7 +23,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path):
+def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path):
     arguments = ("prepare", pages / "in", "--recipe", "fineweb", "--tokenizer", "bytes", "--workers", 1)
     shown = run_command(*arguments, "--sample", "60%", cwd=tmp_path).stdout
     assert "dropped of what reaches a rule" in shown and "gopher_short < 50" in shown
@@ -45,7 +45,7 @@ def test_a_sample_without_out_gives_the_report_alone(pages: Path, tmp_path: Path
     assert {r["threshold"] for r in load_report(folder)["rules"] if r["reason"] == "gopher_short"} == {5}
 
 
-def test_two_reports_are_compared(pages: Path, tmp_path: Path):
+def test_two_reports_are_compared(pages: Path, tmp_path):
     for name, words, extra in (("a", 50, ()), ("b", 5, ("--filter", "c4"))):
         limit = f"gopher_quality.min_words={words}"
         arguments = ("prepare", pages / "in", "--recipe", "gopher", "--tokenizer", "bytes", "--set", limit, *extra)

@@ -51,14 +51,14 @@ def words(seed: int, count: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cli")
 
 
 # What is refused
 
 
-def test_wrong_arguments_are_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_arguments_are_told_in_one_line(tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", ["text"] * 5)
     start = f"prepare {path} --out {tmp_path}/d"
     for arguments, message, code in (
@@ -99,7 +99,7 @@ def without(folder: Path) -> Callable[[str], dict[str, str]]:
     return lambda names: {"PYTHONPATH": path, "FOREBAY_TEST_ABSENT": ",".join(names.split())}
 
 
-def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Callable[[str], dict[str, str]]):
+def test_without_any_extra_plain_text_is_prepared(tmp_path, without: Callable[[str], dict[str, str]]):
     path = write_jsonl(tmp_path / "a.jsonl", [words(i, 60) for i in range(20)])
     (tmp_path / "b.txt").write_text("Plain text.")
     options = ("--tokenizer", "bytes", "--set", "slice.shuffle=true")
@@ -121,7 +121,7 @@ def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Calla
     ],
 )
 def test_a_missing_extra_is_told_in_one_line(
-    tmp_path: Path, without: Callable[[str], dict[str, str]], package: str, extra: str, arguments: tuple[str, ...]
+    tmp_path, without: Callable[[str], dict[str, str]], package: str, extra: str, arguments: tuple[str, ...]
 ):
     (tmp_path / "a.html").write_text("<html><body><article><p>" + "Some text. " * 50 + "</p></article></body></html>")
     (tmp_path / "MODEL").write_text("\\data\\\nngram 1=3\n\n\\1-grams:\n-1\t<unk>\n-99\t<s>\n-1\t</s>\n\n\\end\\\n")
@@ -135,7 +135,7 @@ def test_a_missing_extra_is_told_in_one_line(
 # What scripts read
 
 
-def test_plan_reads_and_writes_nothing(tmp_path: Path):
+def test_plan_reads_and_writes_nothing(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [words(i, 50) for i in range(300)])
     arguments = ("prepare", path, "--out", tmp_path / "d", "--recipe", "gopher", "--dry-run", "--workers", 3)
     shown = run_command(*arguments).stdout
@@ -147,7 +147,7 @@ def test_plan_reads_and_writes_nothing(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl"]
 
 
-def test_a_language_model_of_text_and_the_better_half(tmp_path: Path):
+def test_a_language_model_of_text_and_the_better_half(tmp_path):
     pytest.importorskip("kenlm")
     book = shared_data("books/gutenberg_en/carroll-alice.txt")
     run_command("prepare", book, "--to", "lm", "--set", "lm.order=3", "--out", tmp_path / "lm", "--json")

@@ -24,7 +24,7 @@ JOBS = 10 if KILLS > 6 else 4
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def server(tmp_path_factory) -> Iterator[S3Server]:
     directory = tmp_path_factory.mktemp("s3")
     cluster.write_corpus(directory / "bucket" / "source")
     with S3Server(directory) as server:
@@ -32,13 +32,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def environment(server: S3Server, tmp_path: Path) -> dict[str, str]:
+def environment(server: S3Server, tmp_path) -> dict[str, str]:
     """Of a machine with a disk of its own."""
     return {**server.aws_environment(), "TMPDIR": str(tmp_path)}
 
 
 @pytest.fixture(scope="module")
-def expected(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(server: S3Server, tmp_path_factory) -> Expected:
     """The dataset of a local run of one process: its id and its files."""
     out = tmp_path_factory.mktemp("local") / "out"
     id = finish(cluster.start(str(server.directory / "bucket/source"), str(out), 1, {}))
@@ -98,7 +98,7 @@ def test_jobs_of_an_array_share_the_tasks(server: S3Server, environment: dict[st
     assert record["documents_in"] == 60 and not (out / ".work").exists()
 
 
-def test_an_array_over_a_shared_directory(server: S3Server, tmp_path: Path, expected: Expected):
+def test_an_array_over_a_shared_directory(server: S3Server, tmp_path, expected: Expected):
     source, out = str(bucket(server, "source")), tmp_path / "out"
     jobs = [cluster.start(source, str(out), 1, {}, task=f"{index}/3") for index in range(3)]
     assert [finish(job) for job in jobs] == ["", "", ""] and not (out / "manifest.json").exists()
@@ -108,7 +108,7 @@ def test_an_array_over_a_shared_directory(server: S3Server, tmp_path: Path, expe
 
 def test_killed_at_any_moment_it_goes_on(
     server: S3Server, environment: dict[str, str], expected: Expected,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):  # fmt: skip
     """Drivers, with all their workers, and workers alone; with listings that lack what has just been written."""
     monkeypatch.setattr(server.faults, "stale", 2.0)
@@ -146,7 +146,7 @@ def _count(out):
 
 def test_a_server_that_is_busy_and_late_costs_few_requests(
     server: S3Server, environment: dict[str, str], expected: Expected,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):  # fmt: skip
     def requests():
         counts = Counter()

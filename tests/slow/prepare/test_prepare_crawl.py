@@ -19,7 +19,7 @@ PACE = 1 << 20  # bytes a second of a connection
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[OriginServer]:
+def server(tmp_path) -> Iterator[OriginServer]:
     write_mirror(tmp_path / "mirror", num_files=2, num_records=8, record_bytes=600_000)
     with OriginServer(tmp_path / "mirror") as origin:
         yield origin
@@ -38,7 +38,7 @@ def downloads(out: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_download_continues_at_its_last_byte(server: OriginServer, tmp_path: Path, workers: int):
+def test_a_killed_download_continues_at_its_last_byte(server: OriginServer, tmp_path, workers: int):
     arguments, environment = command(server, tmp_path / "d", workers)
     server.faults.connection_bytes_per_s = PACE
     process = subprocess.Popen(
@@ -66,7 +66,7 @@ def test_a_killed_download_continues_at_its_last_byte(server: OriginServer, tmp_
     assert not (tmp_path / "d/.work").exists()
 
 
-def test_a_slow_download_is_reported(server: OriginServer, tmp_path: Path):
+def test_a_slow_download_is_reported(server: OriginServer, tmp_path):
     arguments, environment = command(server, tmp_path / "d", 1)
     server.faults.connection_bytes_per_s = PACE * 0.75
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)

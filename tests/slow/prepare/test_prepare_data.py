@@ -224,7 +224,7 @@ def tfrecord_told(path: Path, key: str) -> Reported:
         ("tfrecord", tfrecord_told, "x_byte_seq", 4),
     ],
 )
-def test_a_format(tmp_path: Path, kind: str, read_alone: Callable, key: str, documents: int | None):
+def test_a_format(tmp_path, kind: str, read_alone: Callable, key: str, documents: int | None):
     if kind == "warc":
         pytest.importorskip("warcio")
     reported = {path: read_alone(path, *([key] if key else [])) for path in files(kind)}
@@ -261,7 +261,7 @@ def parquet_told(path: Path, key: str) -> Reported:
     return reported
 
 
-def test_parquet(tmp_path: Path):
+def test_parquet(tmp_path):
     groups = {}
     refused, invalid = [], {}
     for path in files("parquet"):

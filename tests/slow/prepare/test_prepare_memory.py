@@ -83,7 +83,7 @@ def _peak(pid):
         return 0
 
 
-def test_ten_times_the_input_takes_the_same(tmp_path: Path):
+def test_ten_times_the_input_takes_the_same(tmp_path):
     created = {}
     for name, megabytes in (("small", 2), ("large", 20)):
         folder = tmp_path / name
@@ -108,7 +108,7 @@ def test_ten_times_the_input_takes_the_same(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def giants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def giants(tmp_path_factory) -> Path:
     """Documents of GIANT_BYTES, and lines and a cell of 100 MB between small ones."""
     folder, rng = tmp_path_factory.mktemp("giants") / "in", random.Random(3)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 10))) for _ in range(50_000)]
@@ -126,7 +126,7 @@ def giants(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # FOREBAY_TOKENIZER=llama-test-tokenizer.json names another.
-def test_giant_documents(tmp_path: Path, giants: Path):
+def test_giant_documents(tmp_path, giants: Path):
     tokenizer = os.environ.get("FOREBAY_TOKENIZER", "gpt-neo-test-tokenizer.json")
     if not (TOKENIZERS / tokenizer).is_file():
         pytest.skip(f"needs {TOKENIZERS / tokenizer}")

@@ -24,7 +24,7 @@ def outputs() -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def server(tmp_path_factory) -> Iterator[S3Server]:
     directory = tmp_path_factory.mktemp("s3")
     (directory / "bucket").mkdir()
     with S3Server(directory) as server:
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bucket(server: S3Server, monkeypatch) -> Path:
     """Return the directory of a bucket that the environment names."""
     for name, value in server.aws_environment().items():
         monkeypatch.setenv(name, value)
@@ -40,7 +40,7 @@ def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("to", ["jsonl", "litdata", "megatron"])
-def test_the_bytes_do_not_depend_on_the_processes(outputs: Path, tmp_path: Path, to: str):
+def test_the_bytes_do_not_depend_on_the_processes(outputs: Path, tmp_path, to: str):
     """Without deduplication, whose kernels each process would load."""
     for workers in (1, 3):
         folder = tmp_path / str(workers)
@@ -49,9 +49,7 @@ def test_the_bytes_do_not_depend_on_the_processes(outputs: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("to", OUTPUTS[:-1])
-def test_a_bucket_has_what_a_directory_has(
-    outputs: Path, tmp_path: Path, to: str, bucket: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_bucket_has_what_a_directory_has(outputs: Path, tmp_path, to: str, bucket: Path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = prepare_output(to, outputs / "in", f"s3://bucket/{to}")
     assert output(bucket / to) == output(outputs / to)
@@ -60,7 +58,7 @@ def test_a_bucket_has_what_a_directory_has(
     assert again.already_exists and (again.id, again.documents_out) == (result.id, result.documents_out)
 
 
-def test_a_bucket_is_a_mirror_of_a_crawl(bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_bucket_is_a_mirror_of_a_crawl(bucket: Path, tmp_path, monkeypatch):
     write_mirror(bucket)
     name = f"crawl-data/{CRAWL}/wet.paths.gz"
     local = prepare(bucket / name, tmp_path / "a/d")
@@ -69,7 +67,7 @@ def test_a_bucket_is_a_mirror_of_a_crawl(bucket: Path, tmp_path: Path, monkeypat
     assert prepare(f"commoncrawl:{CRAWL}?kind=wet", tmp_path / "c/d", workers=2).id == local.id
 
 
-def test_an_object_is_read_as_it_was_listed(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_object_is_read_as_it_was_listed(bucket: Path, monkeypatch):
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", 100_000)
     path = write_jsonl(bucket / "a.jsonl", [f"document {i} " * 20 for i in range(3000)])
     options = ReadOptions()
@@ -80,7 +78,7 @@ def test_an_object_is_read_as_it_was_listed(bucket: Path, monkeypatch: pytest.Mo
         list(read_split(second, options))
 
 
-def test_training_does_not_depend_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_training_does_not_depend_on_threads(tmp_path, monkeypatch):
     path, ids = write_jsonl(tmp_path / "a.jsonl", [f"Document {i % 300}: grüße " * (i % 9) for i in range(6000)]), set()
     script = "from forebay import prepare_dataset; import sys\n"
     script += "print(prepare_dataset([sys.argv[1]], sys.argv[2], tokenizer='train:500', name='d', workers=1).id)"

@@ -86,7 +86,7 @@ def start(folder: Path, out: Path, workers: int, **options: str) -> subprocess.P
 
 
 @pytest.mark.parametrize("workers, how", [(1, "fatal"), (2, "deadly")])
-def test_a_failed_task_and_the_command_for_its_log(tmp_path: Path, workers: int, how: str):
+def test_a_failed_task_and_the_command_for_its_log(tmp_path, workers: int, how: str):
     corpus(tmp_path, 6, **{how: [4]})
     out = tmp_path / "out"
     assert start(tmp_path, out, workers).wait() == 1

@@ -28,7 +28,7 @@ NAMED_BY_PATH = (".inputs.json", "report.html", "rejects.jsonl", "contamination.
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     whole.make_inputs(folder / "in")
     if importlib.util.find_spec("kenlm") is not None:
@@ -66,7 +66,7 @@ def test_ray(base: Path, expected: Expected):
     check(out, whole.run(base / "in", out, 2, "ray", RAY_USAGE_STATS_ENABLED="0"), expected)
 
 
-def test_another_place_of_the_same_input(base: Path, expected: Expected, tmp_path: Path):
+def test_another_place_of_the_same_input(base: Path, expected: Expected, tmp_path):
     shutil.copytree(base / "in", tmp_path / "in")
     shutil.copy(base / whole.EXAM, tmp_path)
     if (base / whole.MODEL).exists():
@@ -127,7 +127,7 @@ def test_killed_in_every_phase(base: Path, expected: Expected):
     assert not (out / ".work").exists()
 
 
-def test_a_disk_that_is_full_again_and_again(base: Path, expected: Expected, tmp_path: Path):
+def test_a_disk_that_is_full_again_and_again(base: Path, expected: Expected, tmp_path):
     reached = []
     with small_disk(tmp_path / "small", 600_000) as disk:
         out = disk / "d"

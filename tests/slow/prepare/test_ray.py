@@ -106,7 +106,7 @@ def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
 
 
-def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path):
+def test_a_local_cluster_does_what_the_local_engine_does(tmp_path):
     ended = run_script(tmp_path, SCRIPT)
     assert ended.returncode == 0, ended.stderr[-3000:]
     fields = json.loads(ended.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 import random
 import time
-from pathlib import Path
 
 from support import cluster
 from support.calibration import scaled
@@ -10,7 +9,7 @@ from support.ray_nodes import HEAD, ray_nodes
 from support.s3_server import S3Server
 
 
-def test_machines_that_come_and_go_make_the_same_dataset(tmp_path: Path):
+def test_machines_that_come_and_go_make_the_same_dataset(tmp_path):
     """Of three machines two are killed, one after the other, and others join."""
     directory = tmp_path / "s3"
     cluster.write_corpus(directory / "bucket/source", 90)

@@ -35,7 +35,7 @@ REASONS = {  # what each must drop of these inputs
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     web, code, chats, foreign = (folder / name for name in ("web", "code", "chats", "foreign"))
     for path in (web, code, chats, foreign):
@@ -82,7 +82,7 @@ def _settings(name, folder):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, inputs: Path, tmp_path: Path):
+def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, inputs: Path, tmp_path):
     source = inputs / {"code": "code", "sft": "chats", "fineweb-2": "foreign"}.get(name, "web")
     tokenizer, settings = str(inputs / "tokenizer.json"), _settings(name, inputs)
     results = [

@@ -22,7 +22,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Path:
+def folder(tmp_path_factory, browser: Browser) -> Path:
     """Reports of two recipes and of a sample, with all sections; the browser comes first, as it may be missing."""
     folder = tmp_path_factory.mktemp("reports")
     (folder / "in").mkdir()

@@ -40,7 +40,7 @@ def attack(what: str) -> None:
 
 
 @pytest.fixture
-def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+def hostile(monkeypatch) -> None:
     """The stage `length`, which does what a document says."""
     plain = Length.apply
 
@@ -74,7 +74,7 @@ def children() -> set[str]:
     ],
 )
 @pytest.mark.usefixtures("hostile")
-def test_only_the_document_is_rejected(tmp_path: Path, what: str, reason: str):
+def test_only_the_document_is_rejected(tmp_path, what: str, reason: str):
     source = write_corpus(tmp_path / "a.jsonl", {7: f"{what}!", 203: f"{what}! again"})
     seconds = 0.2 if what == "spin" else 60.0
     limits = {"seconds": seconds, "seconds_per_mb": 0.001, "memory_bytes": 64 << 20}
@@ -98,7 +98,7 @@ def slow_copy(task: str, data: Any) -> tuple[str, bytes]:
     return task, bytes(data)
 
 
-def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.MonkeyPatch):
+def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch):
     """One that ended takes 0 bytes; against that the next, which is just being forked, would be over any limit."""
     taken = itertools.chain([0], itertools.repeat(1 << 30))
     monkeypatch.setattr(guard, "resident_bytes", lambda pid: next(taken))
@@ -110,7 +110,7 @@ def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.
         worker.end()
 
 
-def test_a_file_over_which_its_library_aborts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_over_which_its_library_aborts(tmp_path, monkeypatch):
     """As pyarrow does over the metadata of some damaged files of Parquet."""
     monkeypatch.setattr("forebay.prepare.tasks.text.read_metadata", abort_over_second)
     sources = [tmp_path / f"{i}.parquet" for i in range(3)]
@@ -123,7 +123,7 @@ def test_a_file_over_which_its_library_aborts(tmp_path: Path, monkeypatch: pytes
     assert "reading ended its process (SIGABRT)" in reject["reason"] and "1.parquet" in reject["where"]
 
 
-def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_record_over_which_the_reader_dies(tmp_path, monkeypatch):
     source = write_corpus(tmp_path / "a.jsonl", {203: "abort!"})
     plain = lines.to_record
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -64,6 +63,6 @@ assert once == twice and len(once) > 3, (once, twice)
 
 
 @pytest.mark.parametrize("to", ["dataset", "parquet"])
-def test_two_processes_run_each_task_at_once(tmp_path: Path, to: str):
+def test_two_processes_run_each_task_at_once(tmp_path, to: str):
     done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path, to])
     assert done.returncode == 0

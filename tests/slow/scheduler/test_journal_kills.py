@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from forebay.ledger.verify import verify_ledger
 from forebay.scheduler.journal import LEDGER_NAME
@@ -26,7 +25,7 @@ finish(journal)
 """
 
 
-def test_kill_9_at_random_moments(tmp_path: Path):
+def test_kill_9_at_random_moments(tmp_path):
     chance = random.Random(7)
     for _ in range(4):
         with subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE) as child:

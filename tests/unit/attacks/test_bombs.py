@@ -26,7 +26,7 @@ def make_corpus(folder: Path, num_bytes: int) -> Path:
 
 
 @pytest.mark.parametrize("to", ["dataset", "parquet", "report"])
-def test_files_that_are_no_bomb_alone_are_one_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str):
+def test_files_that_are_no_bomb_alone_are_one_together(tmp_path, monkeypatch, to: str):
     monkeypatch.setattr(inputs, "MIN_UNPACKED_BYTES", FLOOR)
     corpus = make_corpus(tmp_path / "in", FLOOR * 3 // 4)
     alone = prepare_dataset(corpus / "3.jsonl.zst", tmp_path / "one", tokenizer="bytes", workers=1, to=to)

@@ -1,7 +1,6 @@
 """Work that a member asks for is bounded: hashes of chunks, and the bytes of its organisation's quota."""
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from support.nodes import Network, make_dataset
 from support.wire import connect, request_bytes
 
 
-def test_hashes_of_chunks_of_another_size_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hashes_of_chunks_of_another_size_cost_nothing(tmp_path, monkeypatch):
     """Those of the dataset's size are stored."""
     monkeypatch.setattr(share, "_hash_once", None)
     with ExitStack() as stack:
@@ -28,7 +27,7 @@ def test_hashes_of_chunks_of_another_size_cost_nothing(tmp_path: Path, monkeypat
         assert leaves == dataset.leaves(0) and len(leaves) > HASH_BYTES
 
 
-def test_slices_that_are_asked_for_and_not_read_use_no_quota(tmp_path: Path):
+def test_slices_that_are_asked_for_and_not_read_use_no_quota(tmp_path):
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "thief", "reader")
         dataset = make_dataset(tmp_path / "data", 1, 10_000_000)

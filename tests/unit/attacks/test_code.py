@@ -34,7 +34,7 @@ LOADERS = {
 
 
 @pytest.fixture
-def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def strange(tmp_path, monkeypatch) -> Path:
     (tmp_path / "strange_code.py").write_text("raise SystemExit('it ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path

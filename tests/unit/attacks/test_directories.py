@@ -42,7 +42,7 @@ def open_verified() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(machine.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "user"))
     return tmp_path
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @as_root
 @pytest.mark.parametrize("how", USES)
 @pytest.mark.parametrize("what", ["directory", "link", "file in it"])
-def test_a_directory_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, what: str):
+def test_a_directory_of_another_user(folder: Path, monkeypatch, how: str, what: str):
     name, use = USES[how]
     monkeypatch.setattr(machine.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
     path = folder / name
@@ -71,7 +71,7 @@ def test_a_directory_of_another_user(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @as_root
-def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch):
     parent = folder / "numba"
     parent.mkdir(mode=0o755)
     os.chown(parent, STRANGER, STRANGER)  # Whoever owns it can replace what is in it.
@@ -103,7 +103,7 @@ def test_a_link_in_a_cache_is_not_followed(folder: Path, name: str):
     assert victim.read_text() == "mine\n"
 
 
-def test_a_file_system_that_maps_users_is_no_stranger(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_system_that_maps_users_is_no_stranger(folder: Path, monkeypatch):
     (folder / "d").mkdir(mode=0o700)
     own = os.getuid()
     monkeypatch.setattr(machine.os, "getuid", lambda: own + 1)  # Every file there is of another user than this one.

@@ -36,12 +36,12 @@ def make_dataset(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("links"))
 
 
 @pytest.fixture
-def data(tmp_path: Path, original: Path) -> Path:
+def data(tmp_path, original: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "data"))
 
 
@@ -71,14 +71,14 @@ USES: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", [SLICE, "manifest.json", "slices.parquet"])
-def test_a_link_below_a_dataset_is_not_followed(data: Path, tmp_path: Path, use: str, name: str):
+def test_a_link_below_a_dataset_is_not_followed(data: Path, tmp_path, use: str, name: str):
     (tmp_path / "in.jsonl").write_text('{"text": "more"}\n')
     make_link(data, name)
     with pytest.raises(ForebayError, match=r"a link, which is not followed.*cp -rL"):
         USES[use](data, tmp_path / "out")
 
 
-def test_a_directory_of_slices_that_is_a_link(data: Path, tmp_path: Path):
+def test_a_directory_of_slices_that_is_a_link(data: Path, tmp_path):
     (data / "slices").rename(tmp_path / "slices")
     (data / "slices").symlink_to(tmp_path / "slices")
     with pytest.raises(DatasetError, match="a link, which is not followed"):
@@ -86,7 +86,7 @@ def test_a_directory_of_slices_that_is_a_link(data: Path, tmp_path: Path):
     assert not verify_dataset(data).ok
 
 
-def test_verify_and_import_name_links(data: Path, tmp_path: Path):
+def test_verify_and_import_name_links(data: Path, tmp_path):
     make_link(data, SLICE)
     assert verify_dataset(data).changed == [SLICE]
     for name in (MANIFEST_FILE, "slices.parquet"):
@@ -95,13 +95,13 @@ def test_verify_and_import_name_links(data: Path, tmp_path: Path):
         import_slices(data)
 
 
-def test_a_directory_that_the_user_names_by_a_link_is_read(data: Path, tmp_path: Path):
+def test_a_directory_that_the_user_names_by_a_link_is_read(data: Path, tmp_path):
     (tmp_path / "named").symlink_to(data)
     assert len(open_dataset(tmp_path / "named")) == 40 and read_all(tmp_path / "named")
     assert verify_dataset(tmp_path / "named").ok
 
 
-def test_only_regular_files_below_a_directory(tmp_path: Path):
+def test_only_regular_files_below_a_directory(tmp_path):
     (tmp_path / "d" / "e").mkdir(parents=True)
     (tmp_path / "d" / "e" / "f").write_text("x")
     (tmp_path / "s").write_text("secret")
@@ -116,7 +116,7 @@ def test_only_regular_files_below_a_directory(tmp_path: Path):
 
 
 @pytest.mark.parametrize("to", ["mds", "litdata", "megatron"])
-def test_a_link_in_data_of_another_tool_is_not_followed(data: Path, tmp_path: Path, to: str):
+def test_a_link_in_data_of_another_tool_is_not_followed(data: Path, tmp_path, to: str):
     shards = tmp_path / "shards"
     convert(data, shards, to, ConvertOptions())
     assert read_all(shards)
@@ -141,9 +141,7 @@ class Served:
 
 
 @pytest.mark.parametrize("is_link", [True, False])
-def test_a_data_node_sends_the_bytes_of_the_dataset_alone(
-    data: Path, tmp_path: Path, is_link: bool, caplog: pytest.LogCaptureFixture
-):
+def test_a_data_node_sends_the_bytes_of_the_dataset_alone(data: Path, tmp_path, is_link: bool, caplog):
     names = ["documents.parquet", "tokenizer.json", "manifest.sig.json", "report.html"]
     (data / "manifest.sig.json").touch()
     secrets = dict.fromkeys(names, b"SECRET") | {SLICE: b"S" * (data / SLICE).stat().st_size}
@@ -164,7 +162,7 @@ def test_a_data_node_sends_the_bytes_of_the_dataset_alone(
     assert "documents.parquet is not served here" in caplog.text and "a slice" not in caplog.text
 
 
-def test_a_slice_is_hashed_once_until_its_file_changes(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_slice_is_hashed_once_until_its_file_changes(data: Path, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     hashed, leaves = [], Dataset.leaves
     monkeypatch.setattr(Dataset, "leaves", lambda self, index: (hashed.append(index), leaves(self, index))[1])

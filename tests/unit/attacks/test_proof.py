@@ -4,7 +4,6 @@ import json
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,10 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.ledger.chain import read_entries
 from forebay.network.pki.identity import join, renew
 from forebay.network.publications import SIGNATURE_NAME, read_publication, sign_dataset
-from support.handlers import Make
 from support.nodes import Network, make_dataset
 
 
-def test_a_job_records_the_certificate_of_a_worker_again_once_the_last_one_ended(tmp_path: Path):
+def test_a_job_records_the_certificate_of_a_worker_again_once_the_last_one_ended(tmp_path):
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "w")
         network.serve(make_dataset(tmp_path / "d", 4, 40))
@@ -29,9 +27,7 @@ def test_a_job_records_the_certificate_of_a_worker_again_once_the_last_one_ended
         service.stop()
 
 
-def test_a_publication_ends_with_the_certificate_that_signed_it(
-    network_dir: Path, tmp_path: Path, make_identity: Make, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_publication_ends_with_the_certificate_that_signed_it(network_dir, tmp_path, make_identity, monkeypatch):
     dataset, reader = make_dataset(tmp_path / "d", 2, 20), make_identity("r")
     brief = join(network_dir, tmp_path / "b", "b", valid_days=1)
     signed = sign_dataset(brief, dataset.path, "c4", dataset.id)
@@ -48,7 +44,7 @@ def test_a_publication_ends_with_the_certificate_that_signed_it(
         sign_dataset(brief, dataset.path, "c4", dataset.id)
 
 
-def test_a_data_node_signs_what_it_publishes_again_with_its_renewed_certificate(tmp_path: Path):
+def test_a_data_node_signs_what_it_publishes_again_with_its_renewed_certificate(tmp_path):
     """Not what only claims to be its own."""
     with ExitStack() as stack:
         network = Network(tmp_path, stack)

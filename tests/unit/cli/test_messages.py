@@ -24,7 +24,7 @@ def corpus() -> Path:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Path:
+def node(tmp_path) -> Path:
     create_network(tmp_path / "net", "net")
     join(tmp_path / "net", tmp_path / "alice", "alice")
     return tmp_path / "alice"
@@ -55,7 +55,7 @@ def assert_one_line(capsys: Printed, arguments: list[object], *words: str) -> No
         assert word in lines[0]
 
 
-def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp_path: Path, capsys: Printed):
+def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp_path, capsys):
     out, ids = tmp_path / "d", tmp_path / "ids"
     prepare = ("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--workers", 1)
     summary = report(capsys, *prepare, "--write-ids", ids)
@@ -91,9 +91,7 @@ def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp
         ("worker", "name"),
     ],
 )
-def test_a_wrong_path_is_named_in_one_line(
-    command: str, word: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
-):
+def test_a_wrong_path_is_named_in_one_line(command: str, word: str, corpus: Path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copy(corpus, "texts.jsonl")
     Path("empty.jsonl").touch()
@@ -101,7 +99,7 @@ def test_a_wrong_path_is_named_in_one_line(
     assert not Path("d/manifest.json").exists()
 
 
-def test_roles_names_and_keys_of_a_network(node: Path, tmp_path: Path, capsys: Printed):
+def test_roles_names_and_keys_of_a_network(node: Path, tmp_path, capsys):
     """A role is given explicitly, a network has the name of its directory, and no key is overwritten."""
     net, key = tmp_path / "net", (node / "node-key.pem").read_bytes()
     assert_one_line(capsys, ["network", "join", net, tmp_path / "bob", "--name", "bob"], "--role")

@@ -8,7 +8,6 @@ import math
 import sys
 import tomllib
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -49,15 +48,13 @@ def test_every_command_is_in_one_panel():
         (["worker", "--cache-dri", "x"], "Did you mean --cache-dir"),
     ],
 )
-def test_a_typing_error_is_answered_with_what_was_meant(
-    arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
-):
+def test_a_typing_error_is_answered_with_what_was_meant(arguments: list[str], meant: str, capsys):
     with pytest.raises(SystemExit, match="2"):
         make_parser().parse_args(arguments)
     assert meant in capsys.readouterr().err
 
 
-def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]):
+def test_logs_are_lines_of_text_or_json(capsys):
     log = logging.getLogger("forebay.network")
     arguments = make_parser().parse_args(["--log-format", "json", "find", "x", "-v"])
     assert arguments.default_log_level == "info"
@@ -73,7 +70,7 @@ def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err.endswith("WARNING forebay.network: shown\n")
 
 
-def test_json_logs_have_all_that_is_written_to_stderr(capsys: pytest.CaptureFixture[str]):
+def test_json_logs_have_all_that_is_written_to_stderr(capsys):
     """Lines of libraries, warnings, what is printed, and an error that nothing caught: one object a line."""
     arguments = make_parser().parse_args(["--log-format", "json", "find", "x"])
     with pytest.raises(SystemExit), warnings.catch_warnings(), logging_to_stderr(arguments):
@@ -96,8 +93,8 @@ def test_json_logs_have_all_that_is_written_to_stderr(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("arguments", [["verify", "nothing", "--json"], ["verify", "--json"]])
-def test_an_error_is_an_object_with_json(arguments: list[str], monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]):  # fmt: skip
+def test_an_error_is_an_object_with_json(arguments: list[str], monkeypatch,
+                                         capsys):  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["forebay", *arguments])
     with contextlib.suppress(SystemExit):
         main(arguments)
@@ -106,13 +103,13 @@ def test_an_error_is_an_object_with_json(arguments: list[str], monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["c4", "fineweb"])
-def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys: pytest.CaptureFixture[str]):
+def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys):
     assert main(["prepare", "--explain", name]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(recipe_text(name)) and f"# [{name}]" in shown
     assert tomllib.loads(shown) == tomllib.loads(recipe_text(name))
 
 
-def test_a_wrong_limit_is_refused_before_a_network_is_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_limit_is_refused_before_a_network_is_joined(tmp_path, capsys):
     assert main(["scheduler", "d", "--identity", str(tmp_path / "none"), "--limit", "nothing=1"]) == 2
     assert "--limit: expected NAME=NUMBER" in capsys.readouterr().err

@@ -1,9 +1,7 @@
 """Nothing that a terminal would obey comes out of a command."""
 
 import sys
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +27,7 @@ def test_what_escapes_look_like():
     assert printable("naïve – 日本 🙂") == "naïve – 日本 🙂"
 
 
-def test_results_and_errors_of_a_command_are_filtered(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_results_and_errors_of_a_command_are_filtered(capsys, tmp_path):
     before = sys.stdout, sys.stderr
     with filtered_streams():
         print("result \x1b]0;owned\x07")

@@ -69,7 +69,7 @@ def plan(folder: Path, **changes: Any) -> dict:
     return plan_of(open_source(folder, options, "forebay"), "forebay", options)
 
 
-def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path: Path):
+def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path):
     for index in range(3):
         np.save(tmp_path / f"train_{index}.npy", np.arange(100, dtype=np.uint16))
     stored = plan(tmp_path)

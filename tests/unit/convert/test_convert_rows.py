@@ -5,7 +5,6 @@ That columns come back from every format is in contract/test_formats.py.
 
 import json
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from forebay.formats.sources import open_table, verify_table
 from support.foreign_datasets import made_table, read_table
 
 
-def test_a_changed_byte_is_seen_when_reading_again(tmp_path: Path):
+def test_a_changed_byte_is_seen_when_reading_again(tmp_path):
     source = made_table({"a": list(range(100))})
     out = tmp_path / "t.jsonl"
     written = get_format("jsonl").write_rows(source, out, ConvertOptions())
@@ -35,7 +34,7 @@ def test_a_changed_byte_is_seen_when_reading_again(tmp_path: Path):
 # To rows.
 
 
-def test_conversations_keep_their_masked_labels(tmp_path: Path):
+def test_conversations_keep_their_masked_labels(tmp_path):
     rows = [{"input_ids": [5, 6, 7][: n + 1], "labels": [-100, 6, 7][: n + 1]} for n in range(3)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ConvertOptions(seq_len=4, eos_id=2, tensors={"input_ids": "u16", "labels": "i32"})
@@ -52,13 +51,13 @@ def test_conversations_keep_their_masked_labels(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name, start", [("t.jsonl.gz", b"\x1f\x8b"), ("t.tar.zst", b"\x28\xb5\x2f\xfd")])
-def test_a_suffix_names_the_compression(tmp_path: Path, name: str, start: bytes):
+def test_a_suffix_names_the_compression(tmp_path, name: str, start: bytes):
     convert(made_table({"a": [1, 2, 3]}), tmp_path / name, "webdataset" if "tar" in name else "jsonl", ConvertOptions())
     assert (tmp_path / name).read_bytes().startswith(start)
     assert read_table(tmp_path / name)["a"].to_pylist() == [1, 2, 3]
 
 
-def test_rows_of_a_slice(tmp_path: Path):
+def test_rows_of_a_slice(tmp_path):
     """As many as fit with the header as it is."""
     for slice_bytes, expected in ((424, [40, 40, 20]), (4000, [100])):
         out = tmp_path / str(slice_bytes)
@@ -69,7 +68,7 @@ def test_rows_of_a_slice(tmp_path: Path):
 # Arrays.
 
 
-def test_arrays_of_npz_and_npy(tmp_path: Path):
+def test_arrays_of_npz_and_npy(tmp_path):
     x, y = np.arange(60.0).reshape(10, 3, 2), np.arange(10)
     np.savez_compressed(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
     with pytest.raises(UsageError, match="--set column=x_train,y_train"):
@@ -90,7 +89,7 @@ def test_arrays_of_npz_and_npy(tmp_path: Path):
 # What others wrote.
 
 
-def test_a_source_is_verified_by_its_hashes(tmp_path: Path):
+def test_a_source_is_verified_by_its_hashes(tmp_path):
     path = tmp_path / "rows/0.safetensors"
     path.parent.mkdir()
     write_rows_slice(path, {"x": np.arange(9)})
@@ -105,7 +104,7 @@ def test_a_source_is_verified_by_its_hashes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("to", ["parquet", "arrow", "jsonl", "tfrecord", "webdataset"])
-def test_a_file_that_is_cut_is_an_error(tmp_path: Path, to: str):
+def test_a_file_that_is_cut_is_an_error(tmp_path, to: str):
     path = tmp_path / "t.x"
     convert(made_table({"text": ["word"] * 300, "n": list(range(300))}), path, to, ConvertOptions())
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 - 3])
@@ -113,7 +112,7 @@ def test_a_file_that_is_cut_is_an_error(tmp_path: Path, to: str):
         read_table(path)
 
 
-def test_lines_that_do_not_fit(tmp_path: Path):
+def test_lines_that_do_not_fit(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"a": 1}\n{"a": 2\n')
     with pytest.raises(DatasetError, match=r"t.jsonl, line 2: expected JSON"):
@@ -127,7 +126,7 @@ def test_lines_that_do_not_fit(tmp_path: Path):
         convert(made_table({"x": [1.0, float("nan")]}), tmp_path / "o", "jsonl", ConvertOptions())
 
 
-def test_a_column_that_comes_late_is_no_silent_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_column_that_comes_late_is_no_silent_loss(tmp_path, monkeypatch):
     monkeypatch.setattr("forebay.formats.tables.INFERRED_BYTES", 1000)
     lines = [{"a": i} for i in range(5000)] + [{"a": 1, "b": 2}]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -136,7 +135,7 @@ def test_a_column_that_comes_late_is_no_silent_loss(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "o.parquet").exists()
 
 
-def test_files_of_two_formats_are_two_tables(tmp_path: Path):
+def test_files_of_two_formats_are_two_tables(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "README.md").write_text("words\n")
     assert open_table(tmp_path) is not None
@@ -148,7 +147,7 @@ def test_files_of_two_formats_are_two_tables(tmp_path: Path):
 # No copy is made.
 
 
-def test_members_of_a_tar_of_others(tmp_path: Path):
+def test_members_of_a_tar_of_others(tmp_path):
     (tmp_path / "d").mkdir()
     for kind, text in {"txt": "hello", "json": '{"width": 3, "tags": ["x"]}', "cls": "7"}.items():
         (tmp_path / f"d/a.{kind}").write_text(text)
@@ -159,7 +158,7 @@ def test_members_of_a_tar_of_others(tmp_path: Path):
     assert (row["__key__"], row["text"], row["label"], row["width"], row["tags"]) == ("d/a", "hello", 7, 3, ["x"])
 
 
-def test_what_a_directory_holds_beside_tables_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_a_directory_holds_beside_tables_is_named(tmp_path, capsys):
     folder = tmp_path / "in"
     (folder / "state").mkdir(parents=True)
     for path in (folder / "a.jsonl", folder / "state/state.json", folder / ".hidden.jsonl", tmp_path / "b.jsonl"):

@@ -45,7 +45,7 @@ def load_rows(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("via", ["webdataset", "parquet"])
-def test_images_go_through_other_formats_as_they_are(tmp_path: Path, via: str):
+def test_images_go_through_other_formats_as_they_are(tmp_path, via: str):
     write_classes(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "direct", "forebay", NONE)
     convert(tmp_path / "in", tmp_path / "via", via, ConvertOptions(slice_bytes=1000))
@@ -54,7 +54,7 @@ def test_images_go_through_other_formats_as_they_are(tmp_path: Path, via: str):
     assert direct.keys() == result.keys() and all((direct[name] == result[name]).all() for name in direct)
 
 
-def test_parquet_as_hugging_face_stores_images(tmp_path: Path):
+def test_parquet_as_hugging_face_stores_images(tmp_path):
     images = [{"bytes": encoded(pixels), "path": f"{i}.png"} for i, pixels in enumerate(PIXELS)]
     pq.write_table(pa.table({"image": images, "label": list(range(12))}), tmp_path / "train-00000-of-00001.parquet")
     convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-ds", "forebay", NONE)
@@ -62,7 +62,7 @@ def test_parquet_as_hugging_face_stores_images(tmp_path: Path):
     assert (result["images"] == PIXELS.transpose(0, 3, 1, 2)).all() and result["labels"].tolist() == list(range(12))
 
 
-def test_damaged_images_are_kept_aside(tmp_path: Path):
+def test_damaged_images_are_kept_aside(tmp_path):
     folder = write_classes(tmp_path / "in")
     (folder / "cat" / "000.png").write_bytes(encoded(PIXELS[0])[:60])
     (folder / "dog" / "004.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -78,7 +78,7 @@ def test_damaged_images_are_kept_aside(tmp_path: Path):
     assert load_rows(tmp_path / "ds")["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 4
 
 
-def test_sizes_are_equal_or_made_so(tmp_path: Path):
+def test_sizes_are_equal_or_made_so(tmp_path):
     folder = write_classes(tmp_path / "in")
     (folder / "owl" / "z.jpg").write_bytes(encoded(np.zeros((20, 30, 3), np.uint8), "JPEG"))
     with pytest.raises(DatasetError, match=r"owl/z.jpg: expected an image of 8 x 10 .* got 20 x 30.*resize"):
@@ -100,12 +100,12 @@ def test_grey_and_turned_images():
     assert isinstance(wide, str) and "8 bits do not hold" in wide
 
 
-def test_an_image_that_would_take_all_memory(monkeypatch: pytest.MonkeyPatch):
+def test_an_image_that_would_take_all_memory(monkeypatch):
     monkeypatch.setattr("forebay.formats.images._MAX_PIXELS", 79)
     assert decode(encoded(PIXELS[0]), None, NONE) == "10 x 8 pixels, more than 79"
 
 
-def test_folders_that_are_no_classes(tmp_path: Path):
+def test_folders_that_are_no_classes(tmp_path):
     write_classes(tmp_path / "in" / "train")
     write_classes(tmp_path / "in" / "test")
     with pytest.raises(UsageError, match=r"got splits test, train. Convert each by itself"):
@@ -115,7 +115,7 @@ def test_folders_that_are_no_classes(tmp_path: Path):
         open_table(tmp_path / "in" / "train")
 
 
-def test_without_the_decoder(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_decoder(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(MissingPackageError, match="pip install 'pillow"):
         decode(b"x", None, NONE)

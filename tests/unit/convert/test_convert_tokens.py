@@ -67,7 +67,7 @@ def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int
     assert cut.text == full.text == stream.digest.text
 
 
-def test_a_converted_dataset_is_whole_and_has_its_source_in_its_lineage(tmp_path: Path):
+def test_a_converted_dataset_is_whole_and_has_its_source_in_its_lineage(tmp_path):
     convert(FOREIGN / "megatron_u16", tmp_path / "wide", "forebay", replace(SMALL, dtype="U32", eos_id=9, name="n"))
     dataset = open_dataset(tmp_path / "wide")
     assert dataset.verify().ok
@@ -82,7 +82,7 @@ def test_a_converted_dataset_is_whole_and_has_its_source_in_its_lineage(tmp_path
     check_lengths(again)
 
 
-def test_plain_safetensors_are_read(tmp_path: Path):
+def test_plain_safetensors_are_read(tmp_path):
     convert(FOREIGN / "megatron_u16", tmp_path / "ds", "forebay", SMALL)
     with pytest.raises(DatasetError, match=r"forebay import DIR"):
         open_source(tmp_path / "ds" / "slices", ConvertOptions(), "bin")
@@ -93,7 +93,7 @@ def test_plain_safetensors_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("to", ["bin", "forebay", "parquet"])
-def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path: Path):
+def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path):
     write_shards(open_external(FOREIGN / "templar"), tmp_path / "in", seq_len=512)
     file = tmp_path / "in" / "train_000000.npy"
     data = bytearray(file.read_bytes())
@@ -103,7 +103,7 @@ def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to
         convert(tmp_path / "in", tmp_path / "out", to, SMALL)
 
 
-def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path):
+def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path):
     source = token_source([1, 2, 3, 70_000, 5, 80_000], [2, 6], [3], "U32")
     with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):
         convert(source, tmp_path / "out", "bin", ConvertOptions(dtype="U16"))
@@ -114,7 +114,7 @@ def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_where_documents_end_must_be_known(tmp_path: Path):
+def test_where_documents_end_must_be_known(tmp_path):
     source = token_source([5, 6, 9, 7, 9, 9, 8], [], [3])
     with pytest.raises(UsageError, match=r"--set eos_id=N.*--seq-len N"):
         convert(source, tmp_path / "out", "megatron", ConvertOptions())
@@ -129,7 +129,7 @@ def test_where_documents_end_must_be_known(tmp_path: Path):
     assert convert(open_end, tmp_path / "ours", "forebay", ConvertOptions()).written.num_documents == 1
 
 
-def test_nothing_is_left_of_what_failed(tmp_path: Path):
+def test_nothing_is_left_of_what_failed(tmp_path):
     def fail(_):
         raise OSError(28, "No space left on device")
 
@@ -138,7 +138,7 @@ def test_nothing_is_left_of_what_failed(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path):
+def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path):
     out = tmp_path / "out"
     convert(FOREIGN / "arrow", out, "megatron", SMALL)
     with pytest.raises(UsageError, match="--overwrite"):
@@ -155,7 +155,7 @@ def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path):
         convert(FOREIGN / "arrow", tmp_path / "x", "pickle", SMALL)
 
 
-def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path, monkeypatch):
     good = get_format("megatron").write_tokens
 
     def failing_disk(source, out, options):
@@ -171,7 +171,7 @@ def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path: Path):
+def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path):
     with (tmp_path / "big.bin").open("wb") as file:
         os.truncate(file.fileno(), 32 << 20)
     tracemalloc.start()
@@ -189,7 +189,7 @@ def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path: Path):
         convert(source, tmp_path / "no", "bin", ConvertOptions(dtype="U32"))
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(tmp_path, capsys):
     source, out = str(FOREIGN / "arrow"), str(tmp_path / "x")
     command = ["convert", source, str(tmp_path / "out"), "--to", "bin", "--dtype", "uint16", "--json", "--quiet"]
     assert main(command) == 0
@@ -219,7 +219,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     np.save(tmp_path / "t.npy", np.arange(1000, dtype=np.uint16))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").write_text("old")
@@ -231,9 +231,7 @@ def names_below(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("failing", [{1}, {2}, {2, 3}])
-def test_each_rename_may_fail_and_the_old_output_stays(
-    folder: Path, failing: set[int], monkeypatch: pytest.MonkeyPatch
-):
+def test_each_rename_may_fail_and_the_old_output_stays(folder: Path, failing: set[int], monkeypatch):
     real, calls = Path.rename, []
 
     def rename(self, target):

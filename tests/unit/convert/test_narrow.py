@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,7 +117,7 @@ def test_quantizing_what_is_not_finite():
 # Through a dataset.
 
 
-def test_a_loader_gives_what_was_quantized(tmp_path: Path):
+def test_a_loader_gives_what_was_quantized(tmp_path):
     rng = np.random.default_rng(5)
     values = (rng.standard_normal((10, 4, 3)) * np.exp(rng.standard_normal((10, 1, 1)))).astype(np.float32)
     source = a_table(features=values, labels=np.arange(10), text=np.array(["a"] * 10))
@@ -136,7 +135,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path):
         assert (np.abs(result["features"] - values[batch.sample_ids]) <= bound).all()
 
 
-def test_bf16_is_bf16_in_the_file(tmp_path: Path):
+def test_bf16_is_bf16_in_the_file(tmp_path):
     values = np.array([[1.0, 2.5], [3.0e38, -0.1]], np.float32)
     convert(a_table(x=values), tmp_path / "ds", "forebay", ConvertOptions(tensors={"x": "bf16"}))
     dataset = open_dataset(tmp_path / "ds")
@@ -152,7 +151,7 @@ def test_bf16_is_bf16_in_the_file(tmp_path: Path):
     assert (open_dataset(tmp_path / "wide").open_slice(0).tensors["x"] == result).all()
 
 
-def test_a_refused_value_leaves_nothing_behind(tmp_path: Path):
+def test_a_refused_value_leaves_nothing_behind(tmp_path):
     with pytest.raises(
         DatasetError, match=r"tensor 'n' to u8: .* got 300 \(row 4\)\. A wider type is --set tensors\.n=i64"
     ):
@@ -160,7 +159,7 @@ def test_a_refused_value_leaves_nothing_behind(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_types_of_slices_and_of_imported_files(tmp_path: Path):
+def test_types_of_slices_and_of_imported_files(tmp_path):
     bits = narrow_bf16(np.ones((2, 3), np.float32))
     write_rows_slice(tmp_path / "a.safetensors", {"x": bits, "n": np.arange(2)}, {"x": "BF16"})
     assert open_slice(tmp_path / "a.safetensors").dtypes == {"x": "BF16", "n": "I64"}

@@ -2,7 +2,6 @@
 
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from forebay.coordinator.messages import (
@@ -29,7 +28,7 @@ def four(**config: Any) -> CoordinatorHarness:
     return coordinator
 
 
-def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_gone(tmp_path: Path):
+def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_gone(tmp_path):
     """Its heartbeat may wait for an answer that never comes, and it pauses before the next."""
     coordinator = four()
     with contextlib.closing(RunStore(tmp_path)) as roster:

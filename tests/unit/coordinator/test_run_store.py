@@ -1,7 +1,6 @@
 """The coordinator's store of a run: what cannot be written changes nothing."""
 
 import contextlib
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
 
 
-def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path):
+def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path):
     with contextlib.closing(RunStore(tmp_path)) as store:
         state, run_id = store.load(Rules(), {}, 0.0, "run")
         (pages,) = store._database.execute("PRAGMA page_count").fetchone()

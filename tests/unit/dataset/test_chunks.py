@@ -2,7 +2,6 @@
 
 import hashlib
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -56,7 +55,7 @@ def test_chunk_sizes(slice_bytes: int):
     assert slice_bytes // size < 512 or size == MAX_CHUNK_BYTES
 
 
-def test_every_damage_of_the_hashes_is_named(tmp_path: Path):
+def test_every_damage_of_the_hashes_is_named(tmp_path):
     folder = write_tokens(tmp_path / "d", TOKENS).path
     path, first = folder / CHUNKS_FILE, open_dataset(folder).first_chunks.tolist()
     data = path.read_bytes()
@@ -81,7 +80,7 @@ def test_every_damage_of_the_hashes_is_named(tmp_path: Path):
         open_dataset(folder).open_slice(2)
 
 
-def test_damage_of_a_slice_is_found_in_its_chunk(tmp_path: Path):
+def test_damage_of_a_slice_is_found_in_its_chunk(tmp_path):
     folder = write_tokens(tmp_path / "d", TOKENS).path
     path = folder / "1.safetensors"
     data = bytearray(path.read_bytes())

@@ -63,7 +63,7 @@ def golden_table() -> SliceTable:
     )
 
 
-def test_golden_bytes(tmp_path: Path):
+def test_golden_bytes(tmp_path):
     """These change only with a format version; the table's bytes name its writer, so that it is only read."""
     path, stops = tmp_path / "s.safetensors", np.array([3, 5], np.uint64)
     written = write_token_slice(path, np.arange(6000, dtype=np.uint16), stops, MIN_CHUNK_BYTES)
@@ -80,7 +80,7 @@ def test_golden_bytes(tmp_path: Path):
 
 
 @pytest.mark.parametrize("version", ["1", "2", "4", "3.0", "true", '"3"'])
-def test_other_formats_are_refused(version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_other_formats_are_refused(version: str, tmp_path, capsys):
     data = (GOLDEN / "manifest.json").read_text().replace('"format": 3', f'"format": {version}')
     (tmp_path / "manifest.json").write_text(data)
     with pytest.raises(DatasetError, match=r"expected format 3, got format .*\. Prepare the dataset again") as error:
@@ -95,7 +95,7 @@ _DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "?"
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), rows=st.integers(0, 5))
-def test_rows_round_trip(tmp_path: Path, data: st.DataObject, rows: int):
+def test_rows_round_trip(tmp_path, data: st.DataObject, rows: int):
     names = data.draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4, unique=True))
     names = [n.encode("utf-8", "ignore").decode() + str(i) for i, n in enumerate(names)]
     tensors = {}
@@ -149,7 +149,7 @@ _HOSTILE = {
 
 
 @pytest.mark.parametrize("name", _HOSTILE)
-def test_hostile_header(tmp_path: Path, name: str):
+def test_hostile_header(tmp_path, name: str):
     header, body, length = _HOSTILE[name]
     with pytest.raises(DatasetError, match="expected"):
         open_slice(raw_slice(tmp_path / "h.safetensors", header, body, length))
@@ -170,7 +170,7 @@ def test_garbage_manifest_and_table(data: bytes, offset: int, bit: int):
             assert good is table  # every flip of a manifest is seen; the table has its hash
 
 
-def test_wrong_use_is_refused(tmp_path: Path):
+def test_wrong_use_is_refused(tmp_path):
     good = np.zeros(4, np.uint16)
     for tokens, stops in [
         (good.astype(np.int64), np.array([4], np.uint64)),
@@ -224,7 +224,7 @@ def test_manifest_checks():
             Manifest.from_json(make_manifest(table, **wrong).to_json())
 
 
-def test_open_and_read(tmp_path: Path):
+def test_open_and_read(tmp_path):
     dataset = open_dataset(make_dataset(tmp_path / "d"))
     assert (dataset.num_slices, dataset.num_tokens, dataset.name) == (3, 4683, "tiny")
     plain = json.loads((tmp_path / "d/manifest.json").read_bytes())
@@ -246,7 +246,7 @@ def test_open_and_read(tmp_path: Path):
             open_dataset(missing)
 
 
-def test_verify_names_any_flipped_byte(tmp_path: Path):
+def test_verify_names_any_flipped_byte(tmp_path):
     folder = make_dataset(tmp_path / "d")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         data = path.read_bytes()
@@ -258,7 +258,7 @@ def test_verify_names_any_flipped_byte(tmp_path: Path):
     assert verify_dataset(folder).ok
 
 
-def test_verify_names_missing_and_extra(tmp_path: Path):
+def test_verify_names_missing_and_extra(tmp_path):
     folder = make_dataset(tmp_path / "d")
     (folder / "slices/000001.safetensors").unlink()
     (folder / "slices/999999.safetensors").write_bytes(b"x")
@@ -271,7 +271,7 @@ def test_verify_names_missing_and_extra(tmp_path: Path):
         open_dataset(folder).open_slice(1)
 
 
-def test_files_of_another_dataset(tmp_path: Path):
+def test_files_of_another_dataset(tmp_path):
     folder = make_dataset(tmp_path / "d")
     write_token_slice(folder / "slices/000000.safetensors", np.zeros(98, np.uint16), np.array([1], np.uint64))
     with pytest.raises(DatasetError, match="expected 90 tokens U16 in 2 documents, got 98 U16 in 1"):
@@ -284,7 +284,7 @@ def test_files_of_another_dataset(tmp_path: Path):
         open_dataset(folder)
 
 
-def test_import_rows(tmp_path: Path):
+def test_import_rows(tmp_path):
     rows = tmp_path / "rows"
     (rows / "b").mkdir(parents=True)
     for name, n in (("b/x.safetensors", 3), ("a.safetensors", 2)):
@@ -298,7 +298,7 @@ def test_import_rows(tmp_path: Path):
         import_slices(rows, "again")
 
 
-def test_import_refuses(tmp_path: Path):
+def test_import_refuses(tmp_path):
     with pytest.raises(DatasetError, match="directory"):
         import_slices(tmp_path / "none", "x")
     with pytest.raises(DatasetError, match="got none"):

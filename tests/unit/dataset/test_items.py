@@ -31,7 +31,7 @@ def tokens() -> Path:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> Path:
+def rows(tmp_path) -> Path:
     folder = tmp_path / "rows"
     folder.mkdir()
     for i, count in enumerate((3, 2)):
@@ -72,7 +72,7 @@ def test_rows_by_number(rows: Path):
     assert "5 rows" in repr(dataset)
 
 
-def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys):
     assert main(["inspect", str(rows), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["rows"], result["columns"]) == (5, {"image": "F32 [2, 2]", "label": "I64 []"})
@@ -88,7 +88,7 @@ def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys: pyte
     ]
 
 
-def test_inspect_of_hostile_long_and_missing_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_of_hostile_long_and_missing_text(tmp_path, capsys):
     texts = ["a \x1b[31mred\x07 \u202eturned\u202c \x00", "long " * 5000]
     lines = [json.dumps({"id": f"\x1b]0;{number}\x07", "text": text}) for number, text in enumerate(texts)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
@@ -112,7 +112,7 @@ def test_inspect_of_hostile_long_and_missing_text(tmp_path: Path, capsys: pytest
         assert f"expected a dataset (a directory with manifest.json), got {expected}" in capsys.readouterr().err
 
 
-def test_verify_says_what_it_compared(tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_says_what_it_compared(tokens: Path, tmp_path, capsys):
     assert main(["verify", str(tokens), "--quiet"]) == 0
     assert "matches its hash" in capsys.readouterr().out
     path = tmp_path / "tokens.npy"

@@ -3,7 +3,6 @@
 import io
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +22,7 @@ from support.reference_samples import MANY, to_lists, write_slices
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path) -> Dataset:
     return write_slices(tmp_path / "d", MANY)
 
 
@@ -80,7 +79,7 @@ def test_damage_is_found_before_a_sample_is_counted(dataset: Dataset):
         plan_samples(dataset, 8, packing="best_fit")
 
 
-def test_the_first_source_with_the_right_bytes_is_read(dataset: Dataset, tmp_path: Path):
+def test_the_first_source_with_the_right_bytes_is_read(dataset: Dataset, tmp_path):
     data, origin = (dataset.path / LENGTHS_FILE).read_bytes(), PathOrigin(dataset.path)
     for name, content in (("short", data[:-1]), ("wrong", bytes(len(data))), ("right", data)):
         (tmp_path / name).mkdir()
@@ -94,7 +93,7 @@ def test_the_first_source_with_the_right_bytes_is_read(dataset: Dataset, tmp_pat
             assert [part.tolist() for part in remote.all_document_ends()] == [stops for _, stops in to_lists(MANY)]
 
 
-def test_counts_are_cached(dataset: Dataset, tmp_path: Path):
+def test_counts_are_cached(dataset: Dataset, tmp_path):
     plan = partial(plan_samples, dataset, packing="best_fit", cache_dir=tmp_path / "counts")
     first = plan(64)
     (dataset.path / LENGTHS_FILE).unlink()

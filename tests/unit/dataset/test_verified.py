@@ -14,13 +14,13 @@ NUM_SLICES = 4
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     return write_tokens(tmp_path / "data", [1000] * NUM_SLICES).path
 
 
 @pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hashed(monkeypatch) -> list[str]:
     """Names of the files that are hashed."""
     names = []
 
@@ -84,9 +84,7 @@ def test_never(folder: Path, hashed: list[str]):
         open_dataset(folder, verify="always")
 
 
-def test_without_a_place_for_marks_each_process_hashes(
-    folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_without_a_place_for_marks_each_process_hashes(folder: Path, hashed: list[str], monkeypatch):
     monkeypatch.setenv("FOREBAY_CACHE", str(folder / "0.safetensors" / "below-a-file"))
     dataset = open_dataset(folder)
     for _ in range(2):
@@ -97,7 +95,7 @@ def test_without_a_place_for_marks_each_process_hashes(
     assert len(hashed) == 1 + NUM_SLICES
 
 
-def test_torn_or_foreign_marks_only_cost_a_hash(folder: Path, hashed: list[str], tmp_path: Path):
+def test_torn_or_foreign_marks_only_cost_a_hash(folder: Path, hashed: list[str], tmp_path):
     read_all(folder)
     (marks,) = (tmp_path / "cache" / "verified").iterdir()
     marks.write_bytes(marks.read_bytes()[:20] + b"\xff" * 100)

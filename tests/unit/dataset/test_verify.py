@@ -1,7 +1,6 @@
 """Inspecting and verifying datasets in any location and by any writer."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from support.token_slices import write_tokens
 
 
 @pytest.fixture
-def served(tmp_path: Path):
+def served(tmp_path):
     folder = write_tokens(tmp_path / "data", [50_000] * 5).path
     with OriginServer(folder) as server:
         yield folder, server
@@ -48,7 +47,7 @@ def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys
     assert printed(capsys)["bad"] == [f"{index}.safetensors" for index in (0, 1, 3, 4)]
 
 
-def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch: pytest.MonkeyPatch):
+def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch):
     _, server = served
     dataset = open_remote(server.url)
     monkeypatch.setattr(dataset.origin, "_timeouts", Timeouts(connect_s=60, stall_s=0.05))

@@ -52,7 +52,7 @@ def tar(path: Path, samples: int = 4) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
-def test_a_truncated_tar(tmp_path: Path, name: str):
+def test_a_truncated_tar(tmp_path, name: str):
     path = tar(tmp_path / name)
     (report,) = reports(path)
     assert report.ok and report.kind == "webdataset"
@@ -63,7 +63,7 @@ def test_a_truncated_tar(tmp_path: Path, name: str):
     assert reports(path)[0].metadata["samples"] >= 2
 
 
-def test_a_damaged_header_in_a_tar(tmp_path: Path):
+def test_a_damaged_header_in_a_tar(tmp_path):
     path = flip(tar(tmp_path / "a.tar"), 512 * 3 * 2 + 10)
     assert only("damaged", path).location == f"byte {512 * 3 * 2}"
     assert reports(path)[0].metadata["members"] == 7
@@ -78,7 +78,7 @@ def records(path: Path, num: int = 5) -> Path:
     return path
 
 
-def test_tfrecord(tmp_path: Path):
+def test_tfrecord(tmp_path):
     path = records(tmp_path / "a.tfrecord")
     assert reports(path)[0].metadata["records"] == 5 and not findings(path)
     assert only("damaged", flip(path, 116 * 2 + 50)).location == f"byte {116 * 2}"
@@ -95,7 +95,7 @@ def lines(num: int = 50) -> bytes:
 @pytest.mark.parametrize(
     "suffix, pack", [("", bytes), (".gz", gzip.compress), (".zst", zstandard.ZstdCompressor().compress)]
 )
-def test_truncated_jsonl(tmp_path: Path, suffix: str, pack: Any):
+def test_truncated_jsonl(tmp_path, suffix: str, pack: Any):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(pack(lines(2000)))
     assert not findings(path) and reports(path)[0].metadata["lines"] == 2000
@@ -104,7 +104,7 @@ def test_truncated_jsonl(tmp_path: Path, suffix: str, pack: Any):
     assert 0 < reports(path)[0].metadata["lines"] <= 2000
 
 
-def test_damaged_lines(tmp_path: Path):
+def test_damaged_lines(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + lines(3) + b'{"text": "broken\n' + b'{"text": "\xff"}\n' + lines(2)[:-1])
     assert [item.location.partition(" (")[0] for item in findings(path)] == ["line 4", "line 5"]
@@ -118,7 +118,7 @@ def table(rows: int = 3000) -> pa.Table:
     return pa.table({"text": [f"row {i}" for i in range(rows)], "input_ids": ids})
 
 
-def test_parquet(tmp_path: Path):
+def test_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=1000, write_page_checksum=True)
     (report,) = reports(path)
@@ -131,7 +131,7 @@ def test_parquet(tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream])
-def test_arrow(tmp_path: Path, make: Any):
+def test_arrow(tmp_path, make: Any):
     path = tmp_path / "a.arrow"
     with make(str(path), table().schema) as writer:
         writer.write_table(table(), max_chunksize=1000)
@@ -145,7 +145,7 @@ def test_arrow(tmp_path: Path, make: Any):
 # Datasets with an index.
 
 
-def test_megatron_whose_data_is_truncated(tmp_path: Path):
+def test_megatron_whose_data_is_truncated(tmp_path):
     folder = Path(shutil.copytree(FOREIGN / "megatron_u16", tmp_path / "m"))
     data = next(folder.glob("*.bin"))
     cut(data, 30)
@@ -155,7 +155,7 @@ def test_megatron_whose_data_is_truncated(tmp_path: Path):
     assert faults(folder) == {"index-mismatch"}
 
 
-def test_mds_whose_shard_is_not_what_its_index_says(tmp_path: Path):
+def test_mds_whose_shard_is_not_what_its_index_says(tmp_path):
     folder = Path(shutil.copytree(FOREIGN / "mds_raw", tmp_path / "m"))
     shard = sorted(folder.glob("*.mds"))[1]
     flip(shard, shard.stat().st_size - 3)
@@ -181,7 +181,7 @@ PNG = b"\x89PNG\r\n\x1a\n\0\0"
     ],
 )  # fmt: skip
 def test_what_is_not_examined_is_counted_by_kind_and_texts_are_healthy(
-    files: dict[str, bytes], ok: bool, shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, bytes], ok: bool, shown: list[str], tmp_path, capsys
 ):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -192,7 +192,7 @@ def test_what_is_not_examined_is_counted_by_kind_and_texts_are_healthy(
     assert orjson.loads(capsys.readouterr().out)["ok"] == ok
 
 
-def test_a_saved_set_of_text_is_healthy(tmp_path: Path):
+def test_a_saved_set_of_text_is_healthy(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["a", "b"], "id": [1, 2]}).save_to_disk(str(tmp_path / "saved"))
     (report,) = reports(tmp_path / "saved")
@@ -212,7 +212,7 @@ def ours(folder: Path) -> Path:
     return folder
 
 
-def test_a_dataset_of_ours(tmp_path: Path):
+def test_a_dataset_of_ours(tmp_path):
     folder = ours(tmp_path / "d")
     (report,) = reports(folder, vocab_size=50_257)
     assert report.ok and report.kind == "forebay" and report.metadata["tokens"] == 10_000
@@ -224,7 +224,7 @@ def test_a_dataset_of_ours(tmp_path: Path):
     assert only("damaged", folder).location == "manifest"
 
 
-def test_an_empty_slice(tmp_path: Path):
+def test_an_empty_slice(tmp_path):
     folder = ours(tmp_path / "d")
     for name in ("manifest.json", "slices.parquet"):
         (folder / name).unlink()
@@ -233,7 +233,7 @@ def test_an_empty_slice(tmp_path: Path):
     assert only("empty", folder).location == "s2.safetensors"
 
 
-def test_safetensors_alone(tmp_path: Path):
+def test_safetensors_alone(tmp_path):
     path = ours(tmp_path / "d") / "s0.safetensors"
     alone = Path(shutil.copy(path, tmp_path / "alone.safetensors"))
     assert not findings(alone)
@@ -247,7 +247,7 @@ def test_safetensors_alone(tmp_path: Path):
     assert only("damaged", cut(alone, 7)).location == "header"
 
 
-def test_rows(tmp_path: Path):
+def test_rows(tmp_path):
     ids = text_tokens(64 * 128).reshape(64, 128)
     path = tmp_path / "rows.safetensors"
     write_rows_slice(path, {"input_ids": ids, "labels": ids.astype(np.int64)})
@@ -263,7 +263,7 @@ def test_rows(tmp_path: Path):
 # Impostors, and the command.
 
 
-def test_files_that_are_not_the_data(tmp_path: Path):
+def test_files_that_are_not_the_data(tmp_path):
     (tmp_path / "c.npy").write_bytes(b"")
     model = tmp_path / "model.bin"
     with zipfile.ZipFile(model, "w") as archive:
@@ -277,7 +277,7 @@ def test_files_that_are_not_the_data(tmp_path: Path):
         reports(tmp_path / "e.bin")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command(tmp_path, capsys):
     path = tmp_path / "train.bin"
     with path.open("wb") as file:
         np.save(file, text_tokens(5000))

@@ -32,7 +32,7 @@ def sample_ids(tokens: np.ndarray) -> np.ndarray:
     return np.array([sample_id(row) for row in tokens.reshape(-1, 256)], "<u8")
 
 
-def test_headers_inside_headerless_files(tmp_path: Path):
+def test_headers_inside_headerless_files(tmp_path):
     parts = [text_tokens(5001, seed) for seed in range(2)]
     for number, part in enumerate(parts):
         saved(tmp_path / f"{number}.part", part)
@@ -41,14 +41,14 @@ def test_headers_inside_headerless_files(tmp_path: Path):
     assert only("header-as-tokens", path, dtype=np.dtype("<u2")).location == "token 5001"
 
 
-def test_a_npy_without_a_header(tmp_path: Path):
+def test_a_npy_without_a_header(tmp_path):
     tokens = text_tokens(N)
     path = raw(tmp_path / "train_000000.npy", tokens)
     assert "numpy.save" in only("no-header", path).advice
 
 
 @pytest.mark.parametrize("lost", [1, 1001])
-def test_truncated_files(tmp_path: Path, lost: int):
+def test_truncated_files(tmp_path, lost: int):
     tokens = text_tokens(N)
     path = saved(tmp_path / "a.npy", tokens)
     os.truncate(path, path.stat().st_size - lost)
@@ -56,7 +56,7 @@ def test_truncated_files(tmp_path: Path, lost: int):
     assert reports(path)[0].metadata["tokens"] == N - (lost + 1) // 2
 
 
-def test_bytes_after_a_npy(tmp_path: Path):
+def test_bytes_after_a_npy(tmp_path):
     path = saved(tmp_path / "a.npy", text_tokens(N))
     path.write_bytes(path.read_bytes() + b"\x05" * 999)
     result = only("appended", path)
@@ -64,7 +64,7 @@ def test_bytes_after_a_npy(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [">u2", ">u4"])
-def test_the_other_byte_order(tmp_path: Path, kind: str):
+def test_the_other_byte_order(tmp_path, kind: str):
     tokens = text_tokens(N, vocab=50257 if kind == ">u2" else 128_000, dtype=kind)
     little = kind.replace(">", "<")
     assert f"'{little}'" in only("byte-order", saved(tmp_path / "a.npy", tokens)).advice
@@ -75,7 +75,7 @@ def test_the_other_byte_order(tmp_path: Path, kind: str):
     "kind, assumed",
     [("<u4", "<u2"), ("<i8", "<u2"), ("<i8", "<u4"), ("<u2", "<u4")],
 )
-def test_one_type_read_as_another(tmp_path: Path, kind: str, assumed: str):
+def test_one_type_read_as_another(tmp_path, kind: str, assumed: str):
     tokens = text_tokens(N, dtype=kind)
     path = raw(tmp_path / "a.bin", tokens)
     result = only("wrong-dtype", path, dtype=np.dtype(assumed))
@@ -86,20 +86,20 @@ def test_one_type_read_as_another(tmp_path: Path, kind: str, assumed: str):
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
-def test_npy_of_a_type_that_loaders_refuse(tmp_path: Path, kind: type):
+def test_npy_of_a_type_that_loaders_refuse(tmp_path, kind: type):
     result = only("wrong-dtype", saved(tmp_path / "a.npy", text_tokens(N).astype(kind)))
     assert np.dtype(kind).name in result.evidence and "uint16" in result.advice
     assert not findings(saved(tmp_path / "b.npy", text_tokens(N).astype(kind).astype(np.uint16)))
 
 
-def test_vocabulary_overflow_says_where(tmp_path: Path):
+def test_vocabulary_overflow_says_where(tmp_path):
     tokens = text_tokens(N)
     tokens[777] = 60_000
     result = only("vocabulary-overflow", raw(tmp_path / "a.bin", tokens), vocab_size=50257)
     assert result.location == "token 777" and "60000" in result.evidence
 
 
-def test_zeros_that_were_set_aside(tmp_path: Path):
+def test_zeros_that_were_set_aside(tmp_path):
     tokens = text_tokens(N)
     path = raw(tmp_path / "a.bin", tokens)
     os.truncate(path, 200_000)
@@ -117,7 +117,7 @@ def pair(folder: Path, tokens: np.ndarray, ids: np.ndarray) -> Path:
     return path
 
 
-def test_sample_ids(tmp_path: Path):
+def test_sample_ids(tmp_path):
     """Sound ones; of the tokens in another type; all equal; one too many or too few; none."""
     tokens = text_tokens(40 * 256)
     sound = sample_ids(tokens)
@@ -134,7 +134,7 @@ def test_sample_ids(tmp_path: Path):
     assert "fetch" in only("ids-mismatch", pair(tmp_path / "changed", tokens, sound)).advice
 
 
-def test_a_large_file_is_read_in_part(tmp_path: Path):
+def test_a_large_file_is_read_in_part(tmp_path):
     path = raw(tmp_path / "a.bin", text_tokens(3 << 20))
     (part,) = reports(path, max_bytes=1 << 20)
     (full,) = reports(path, max_bytes=1 << 20, full=True)
@@ -145,7 +145,7 @@ def test_a_large_file_is_read_in_part(tmp_path: Path):
 @settings(suppress_health_check=list(HealthCheck))
 @given(st.integers(300, 200_000), st.integers(1, 6000), st.integers(0, 1 << 30), st.booleans(), st.booleans())
 def test_clean_random_files_give_no_finding(
-    tmp_path: Path, vocab: int, count: int, seed: int, has_header: bool, is_even: bool
+    tmp_path, vocab: int, count: int, seed: int, has_header: bool, is_even: bool
 ):
     kind = np.uint16 if vocab <= 1 << 16 else np.uint32
     even = np.random.default_rng(seed).integers(0, vocab, count, kind)

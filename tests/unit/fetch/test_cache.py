@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ MAP = MapLayout(len(content(0)), CHUNK).disk_bytes
 SLICE = 4 * CHUNK + MAP  # On disk.
 
 
-def test_least_recently_used_goes_first(tmp_path: Path):
+def test_least_recently_used_goes_first(tmp_path):
     with_pins = ChunkCache(tmp_path, 4 * SLICE)
     names = [put(with_pins, content(number), CHUNK) for number in range(3)]
     with_pins.close()  # No process uses them.
@@ -31,7 +30,7 @@ def test_least_recently_used_goes_first(tmp_path: Path):
     assert cache.used_bytes() <= cache.budget_bytes
 
 
-def test_a_smaller_budget_holds_at_once(tmp_path: Path):
+def test_a_smaller_budget_holds_at_once(tmp_path):
     cache = ChunkCache(tmp_path, 4 * SLICE)
     names = {put(cache, content(number), CHUNK) for number in range(4)}
     cache.close()
@@ -39,7 +38,7 @@ def test_a_smaller_budget_holds_at_once(tmp_path: Path):
     assert 0 < ChunkCache(tmp_path, 2 * SLICE).used_bytes() <= 2 * SLICE
 
 
-def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path):
+def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path):
     cache, other = ChunkCache(tmp_path, 1 << 30), ChunkCache(tmp_path, 1 << 30)
     names = [put(cache, content(number), CHUNK) for number in range(4)]
     other.open_pinned([(info_of(content(1), CHUNK), np.arange(4))])
@@ -59,7 +58,7 @@ def test_eviction_of_what_is_unused_spares_pins_and_views(tmp_path: Path):
     cache.close()
 
 
-def test_what_is_pinned_or_being_fetched_stays(tmp_path: Path):
+def test_what_is_pinned_or_being_fetched_stays(tmp_path):
     budget = 2 * SLICE + CHUNK
     cache, other = ChunkCache(tmp_path, budget), ChunkCache(tmp_path, budget)
     entry = put_chunks(cache, content(0), CHUNK, [0, 1, 2, 3])
@@ -86,7 +85,7 @@ def test_what_is_pinned_or_being_fetched_stays(tmp_path: Path):
     assert disk_bytes(tmp_path) <= budget
 
 
-def test_chunks_that_are_read_latest_go_first(tmp_path: Path):
+def test_chunks_that_are_read_latest_go_first(tmp_path):
     cache = ChunkCache(tmp_path, 3 * SLICE)
     entries = [put_chunks(cache, content(number), CHUNK, [0, 1, 2, 3]) for number in range(3)]
     for entry, next_use in zip(entries, (50, 90, 10)):
@@ -96,7 +95,7 @@ def test_chunks_that_are_read_latest_go_first(tmp_path: Path):
     assert present[0] == present[2] == 4 and 0 < present[1] < 4  # Chunks go, not their slice.
 
 
-def test_a_chunk_larger_than_the_budget(tmp_path: Path):
+def test_a_chunk_larger_than_the_budget(tmp_path):
     with pytest.raises(UsageError, match=r"no room for .* budget 10"):
         put(ChunkCache(tmp_path, 10), b"x" * 11)
     with pytest.raises(UsageError, match="over 0"):
@@ -106,7 +105,7 @@ def test_a_chunk_larger_than_the_budget(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["copied", "flipped", "no map"])
-def test_changes_of_files_by_others_are_noticed(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture):
+def test_changes_of_files_by_others_are_noticed(tmp_path, damage: str, caplog):
     cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
     names = [put(cache, content(number), CHUNK) for number in range(2)]
     put_chunks(cache, content(2), CHUNK, [1])
@@ -133,7 +132,7 @@ def test_changes_of_files_by_others_are_noticed(tmp_path: Path, damage: str, cap
     assert entry.marks.tolist() == [ABSENT, PRESENT, ABSENT, ABSENT]
 
 
-def test_foreign_files_are_left_alone(tmp_path: Path):
+def test_foreign_files_are_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_bytes(b"x" * 50)
     cache = ChunkCache(tmp_path, SLICE + 4096)
     put(cache, content(0), CHUNK)
@@ -141,7 +140,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path):
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_directory_that_is_deleted_is_made_again(tmp_path, caplog):
     cache = ChunkCache(tmp_path / "cache", 4 * SLICE)
     name = put(cache, content(0), CHUNK)
     shutil.rmtree(tmp_path / "cache")
@@ -149,7 +148,7 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path: Path, caplog: pytes
     assert put(cache, content(0), CHUNK) == name and cache.get(name) is not None
 
 
-def test_a_cache_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_cache_in_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert ChunkCache("~/c", 4 * SLICE).directory == tmp_path / "c"
     monkeypatch.setattr("forebay.fetch.cache_state._RAM", tmp_path)
@@ -157,7 +156,7 @@ def test_a_cache_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert cache.directory.parent == tmp_path and cache.directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_more_than_64_processes_are_refused(tmp_path: Path):
+def test_more_than_64_processes_are_refused(tmp_path):
     caches = [ChunkCache(tmp_path, SLICE) for _ in range(64)]
     with pytest.raises(UsageError, match="64 processes"):
         ChunkCache(tmp_path, SLICE)
@@ -166,9 +165,7 @@ def test_more_than_64_processes_are_refused(tmp_path: Path):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 15)), max_size=40), st.integers(2, 5))
-def test_the_budget_and_pins_hold_whatever_happens(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[int, int, int]], slices: int
-):
+def test_the_budget_and_pins_hold_whatever_happens(tmp_path_factory, actions: list[tuple[int, int, int]], slices: int):
     """Two processes' caches fetch, release and evict; what one has pinned keeps its bytes, and the disk its limit."""
     folder, budget = tmp_path_factory.mktemp("cache"), slices * SLICE // 2 + 6 * MAP
     caches = [ChunkCache(folder, budget), ChunkCache(folder, budget)]

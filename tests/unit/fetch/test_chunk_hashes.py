@@ -32,12 +32,12 @@ HOST, URL = "127.0.0.1", "forebay://test-network/corpus"
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path) -> Dataset:
     return write_tokens(tmp_path / "served" / "corpus", [200, 30_000, 9000])
 
 
 @pytest.fixture
-def server(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServer]:
+def server(dataset: Dataset, monkeypatch) -> Iterator[OriginServer]:
     with OriginServer(dataset.path.parent) as created:
         for key, value in created.s3_environment.items():
             monkeypatch.setenv(key, value)
@@ -86,9 +86,7 @@ def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, serve
     assert remote.leaves(1) == dataset.leaves(1)
 
 
-def test_hashes_that_come_late_blame_no_source(
-    dataset: Dataset, server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_hashes_that_come_late_blame_no_source(dataset: Dataset, server: OriginServer, tmp_path, monkeypatch):
     remote, faults, reported = open_remote(f"{server.url}/corpus"), [TransientError("busy")], []
 
     def read_leaves() -> bytes:
@@ -121,9 +119,7 @@ def test_a_child_does_not_wait_for_a_request_of_its_parent(dataset: Dataset, ser
     assert remote.leaves(1) == dataset.leaves(1)
 
 
-def test_members_read_leaves_by_range_from_a_data_node(
-    dataset: Dataset, make_identity: Make, monkeypatch: pytest.MonkeyPatch
-):
+def test_members_read_leaves_by_range_from_a_data_node(dataset: Dataset, make_identity, monkeypatch):
     monkeypatch.setattr("forebay.dataset.reader.LEAVES_AT_ONCE", 6)
     monkeypatch.setattr("forebay.storage.origins.FREE_HASHES", 0)
     discovery = LocalDiscovery()
@@ -141,9 +137,7 @@ def test_members_read_leaves_by_range_from_a_data_node(
             assert [verify_provider(client, provider, dataset.table.row(index)) for index in range(3)] == [True] * 3
 
 
-def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
-    dataset: Dataset, make_identity: Make, tmp_path: Path
-):
+def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(dataset: Dataset, make_identity, tmp_path):
     row = dataset.table.row(2)
     leaves = dataset.leaves(2)
     (dataset.path / CHUNKS_FILE).unlink()
@@ -161,7 +155,7 @@ def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(
     assert not map_path_of(tmp_path / "part").exists()
 
 
-def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_identity: Make, tmp_path: Path):
+def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_identity, tmp_path):
     liar = tmp_path / "liar"
     shutil.copytree(dataset.path, liar)
     data = bytearray((liar / CHUNKS_FILE).read_bytes())
@@ -181,7 +175,7 @@ def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_i
     assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
-def test_a_directory_gets_the_hashes_where_no_peer_has_them(dataset: Dataset, make_identity: Make, tmp_path: Path):
+def test_a_directory_gets_the_hashes_where_no_peer_has_them(dataset: Dataset, make_identity, tmp_path):
     expected = (dataset.path / CHUNKS_FILE).read_bytes()
     (dataset.path / CHUNKS_FILE).unlink()
     discovery = LocalDiscovery()
@@ -192,7 +186,7 @@ def test_a_directory_gets_the_hashes_where_no_peer_has_them(dataset: Dataset, ma
     assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
-def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_identity: Make, tmp_path: Path):
+def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_identity, tmp_path):
     liar, discovery, reader = tmp_path / "liar", LocalDiscovery(), make_identity("reader")
     shutil.copytree(dataset.path, liar)
     changes = {"lineage": {"inputs": "others"}, "chunk_bytes": 1 << 13, "table_sha256": "ab" * 32}

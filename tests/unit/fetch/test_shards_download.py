@@ -25,7 +25,7 @@ CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[OriginServer]:
+def server(tmp_path) -> Iterator[OriginServer]:
     (tmp_path / "origin").mkdir()
     (tmp_path / "origin" / "big").write_bytes(CONTENT)
     with OriginServer(tmp_path / "origin") as server:
@@ -57,7 +57,7 @@ def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ra
             plan_download(size, **wrong)
 
 
-def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path: Path):
+def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path):
     server.faults.drop, server.faults.truncate = 0.2, 0.3
     path = tmp_path / "out" / "big"
     seen = []
@@ -74,7 +74,7 @@ def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path
     assert not (tmp_path / "none").exists()
 
 
-def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, monkeypatch: Any):
+def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path, monkeypatch):
     path, real, written = tmp_path / "out" / "big", os.pwrite, [0]
 
     def full(file, data, offset):
@@ -92,7 +92,7 @@ def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, 
     assert path.read_bytes() == CONTENT and got.bytes_fetched < len(CONTENT) - MIB
 
 
-def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path):
+def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path):
     path, elsewhere = tmp_path / "out" / "big", Path("/dev/shm")
     download_large_file(server.url, "big", path, tmp_dir=tmp_path / "tmp")
     assert path.read_bytes() == CONTENT and not list((tmp_path / "tmp").iterdir())
@@ -107,9 +107,7 @@ def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path)
             folder.rmdir()
 
 
-def test_another_version_of_an_object_is_an_error_and_begun_anew(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_another_version_of_an_object_is_an_error_and_begun_anew(server: OriginServer, tmp_path, monkeypatch):
     path, other, requests = tmp_path / "out" / "big", CONTENT[: 2 * MIB], itertools.count()
 
     def change():
@@ -131,7 +129,7 @@ def test_another_version_of_an_object_is_an_error_and_begun_anew(
 
 
 def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: OriginServer, tmp_path, monkeypatch, caplog
 ):
     path, stop = tmp_path / "big", threading.Event()
     lock = try_acquire(tmp_path / ".big.lock")
@@ -153,7 +151,7 @@ def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
     assert not path.exists()
 
 
-def test_as_many_requests_at_once_as_workers(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_as_many_requests_at_once_as_workers(server: OriginServer, tmp_path, monkeypatch):
     (server.directory / "even").write_bytes(bytes(MIB))
     together = threading.Barrier(16)
     monkeypatch.setattr(server, "too_many", lambda: len(server.paths) > 1 and together.wait() < 0)

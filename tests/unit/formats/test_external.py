@@ -116,7 +116,7 @@ def test_a_fixed_shape_of_mds_is_a_view_and_arrow_batches_are_mapped():
         assert any(int(a, 16) <= position < int(b, 16) for a, b in spans)
 
 
-def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path: Path):
+def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path):
     chunk = copied(tmp_path, "litdata") / "chunk-0-0.bin"
     with pytest.raises(UsageError, match="LitData"):
         open_external(chunk, dtype="uint32")
@@ -134,7 +134,7 @@ def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path: Path):
         ({"data_spec": "[" * 100_000}, "expected LitData's index"),
     ],
 )
-def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path: Path, change: dict, match: str):
+def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path, change: dict, match: str):
     folder = copied(tmp_path, "litdata")
     with changed_index(folder) as index:
         index["config"] |= change
@@ -143,7 +143,7 @@ def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path: Path, change: d
 
 
 @pytest.mark.parametrize("change", [{"dim": 7}, {"chunk_size": 3}, {"chunk_bytes": 9}, {"filename": "../a.bin"}])
-def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path: Path, change: dict):
+def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path, change: dict):
     folder = copied(tmp_path, "litdata")
     with changed_index(folder) as index:
         index["chunks"][1] |= change
@@ -153,7 +153,7 @@ def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize("name, file", [("megatron_u16", "text_document.bin"), ("litdata", "chunk-0-0.bin")])
-def test_identity_is_of_the_content_and_not_of_the_place(tmp_path: Path, name: str, file: str):
+def test_identity_is_of_the_content_and_not_of_the_place(tmp_path, name: str, file: str):
     copy = copied(tmp_path, name)
     assert opened(copy).id == opened(FOREIGN / name).id
     data = bytearray((copy / file).read_bytes())
@@ -162,7 +162,7 @@ def test_identity_is_of_the_content_and_not_of_the_place(tmp_path: Path, name: s
     assert opened(copy).id != opened(FOREIGN / name).id
 
 
-def test_other_compressions_of_mds(tmp_path: Path):
+def test_other_compressions_of_mds(tmp_path):
     for name, pack in (
         ("gz", gzip.compress),
         ("bz2", bz2.compress),
@@ -177,7 +177,7 @@ def test_other_compressions_of_mds(tmp_path: Path):
 
 
 @pytest.mark.parametrize("extra", [b"x", b"x" * 4096])
-def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path: Path, extra: bytes):
+def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path, extra: bytes):
     folder = copied(tmp_path, "mds_raw")
     with changed_index(folder) as index:
         pack_shard(folder, index["shards"][0], "gz", lambda raw: gzip.compress(raw + extra))
@@ -185,7 +185,7 @@ def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path: Path, e
         opened(folder).open_slice(0)
 
 
-def test_a_loader_guesses_the_type_of_headerless_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_loader_guesses_the_type_of_headerless_tokens(tmp_path, caplog):
     for name, kind in {"a": "<u2", "b": "<u4", "c": "<i8"}.items():
         (tmp_path / f"{name}.bin").write_bytes(STREAM.astype(kind).tobytes())
         for path in (f"{name}.bin", f"{name}*.bin"):
@@ -204,7 +204,7 @@ def test_mds_columns():
             open_external(FOREIGN / name, column=column)
 
 
-def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path: Path):
+def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path):
     folder = copied(tmp_path, "mds_raw")
     outside = tmp_path / "outside.mds"
     shutil.copy(folder / "shard.00000.mds", outside)  # Right in every byte: only its place is wrong.
@@ -220,7 +220,7 @@ def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path: Path):
     assert read_all(opened(folder))[0].tolist() == STREAM.tolist()
 
 
-def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path: Path):
+def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path):
     folder = copied(tmp_path, "mds_zstd")
     with changed_index(folder) as index:
         shard = index["shards"][0]
@@ -238,7 +238,7 @@ def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path: Path):
         open_external(folder)
 
 
-def test_nothing_known_is_none_and_ours_is_not_theirs(tmp_path: Path):
+def test_nothing_known_is_none_and_ours_is_not_theirs(tmp_path):
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
     assert open_external(tmp_path / "absent") is open_external(tmp_path) is None
     np.save(tmp_path / "x.npy", np.arange(8, dtype=np.uint16))
@@ -266,14 +266,14 @@ def test_the_sample_ids_of_templar():
     assert is_view(dataset.open_slice(0), dataset) and dataset.verify().ok
 
 
-def test_the_older_pair_of_files(tmp_path: Path):
+def test_the_older_pair_of_files(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50000, 256).astype("<u2")
     tokens.tofile(tmp_path / "tokens.bin")
     np.array([sample_id(row) for row in tokens.reshape(-1, 32)], "<u8").tofile(tmp_path / "sample_ids.bin")
     assert read_all(opened(tmp_path))[0].tolist() == tokens.tolist()
 
 
-def test_headerless_tokens_need_their_type_said(tmp_path: Path):
+def test_headerless_tokens_need_their_type_said(tmp_path):
     tokens = np.arange(1000, dtype=np.uint16)
     tokens.tofile(tmp_path / "train.bin")
     (tmp_path / "zeros").mkdir()
@@ -290,7 +290,7 @@ def test_headerless_tokens_need_their_type_said(tmp_path: Path):
             open_external(tmp_path / "train.bin", dtype=wrong)
 
 
-def test_the_files_of_llm_c(tmp_path: Path):
+def test_the_files_of_llm_c(tmp_path):
     for magic, version, kind in ((20240520, 1, np.uint16), (20240801, 7, np.uint32)):
         header = np.zeros(256, "<i4")
         header[:3] = magic, version, 300
@@ -319,13 +319,13 @@ def _npy(path, array):
         (np.zeros(64, [("a", "<u2")]), "little-endian integers"),
     ],
 )
-def test_arrays_that_are_no_vector_of_tokens(tmp_path: Path, array: Any, match: str):
+def test_arrays_that_are_no_vector_of_tokens(tmp_path, array: Any, match: str):
     _npy(tmp_path / "train_000000.npy", array)
     with pytest.raises(DatasetError, match=match):
         open_external(tmp_path)
 
 
-def test_files_and_ids_that_do_not_fit(tmp_path: Path):
+def test_files_and_ids_that_do_not_fit(tmp_path):
     tokens = np.random.default_rng(1).integers(0, 32000, 640).astype(np.uint16)
     path, ids_path = write_shard(tmp_path, 0, tokens, 64)
     ids, good = np.fromfile(ids_path, "<u8"), path.read_bytes()
@@ -358,7 +358,7 @@ def test_files_and_ids_that_do_not_fit(tmp_path: Path):
     assert opened(tmp_path).num_tokens == 640
 
 
-def test_verify_names_what_opening_could_not_see(tmp_path: Path):
+def test_verify_names_what_opening_could_not_see(tmp_path):
     tokens = np.random.default_rng(2).integers(0, 32000, 64 * 100).astype(np.uint32)
     path, _ = write_shard(tmp_path, 0, tokens, 64)
     write_shard(tmp_path, 1, tokens, 64)
@@ -375,7 +375,7 @@ def test_verify_names_what_opening_could_not_see(tmp_path: Path):
     assert opened(negative / "a.bin", dtype="int32").verify().bad == ["a.bin"]
 
 
-def test_a_file_that_shrinks_after_opening_is_not_read_beyond_its_end(tmp_path: Path):
+def test_a_file_that_shrinks_after_opening_is_not_read_beyond_its_end(tmp_path):
     for name, victim in (
         ("megatron_u16", "text_document.bin"),
         ("mds_raw", "shard.00000.mds"),
@@ -404,7 +404,7 @@ def megatron(
     return folder
 
 
-def test_indexes_that_lie(tmp_path: Path):
+def test_indexes_that_lie(tmp_path):
     data = np.arange(10, dtype="<u2").tobytes()
     good = {"lengths": [4, 6], "pointers": [0, 8], "bounds": [0, 1, 2], "data": data}
     assert opened(megatron(tmp_path, **good)).num_tokens == 10
@@ -436,7 +436,7 @@ def test_indexes_that_lie(tmp_path: Path):
         open_external(tmp_path)
 
 
-def test_a_long_file_is_cut_at_document_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_file_is_cut_at_document_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("forebay.formats.megatron.MAX_TOKENS", 64)
     monkeypatch.setattr("forebay.formats.megatron.MAX_COPIED_TOKENS", 64)
     monkeypatch.setattr("forebay.formats.megatron._CHUNK", 7)
@@ -456,7 +456,7 @@ def test_a_long_file_is_cut_at_document_ends(tmp_path: Path, monkeypatch: pytest
 # Other saved datasets.
 
 
-def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path):
+def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path):
     folder = copied(tmp_path, "arrow")
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "_indices_files": [{"filename": "indices.arrow"}]}))
@@ -487,7 +487,7 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path):
         ({"samples": 2**40}, 1, "less than or equal to 1073741823"),
     ],
 )
-def test_an_mds_index_that_lies(tmp_path: Path, change: dict, shards: int, match: str):
+def test_an_mds_index_that_lies(tmp_path, change: dict, shards: int, match: str):
     folder = copied(tmp_path, "mds_raw")
     with changed_index(folder) as index:
         for shard in index["shards"][:shards]:
@@ -499,7 +499,7 @@ def test_an_mds_index_that_lies(tmp_path: Path, change: dict, shards: int, match
 # Sizes: sparse files, 64-bit arithmetic.
 
 
-def test_five_terabytes_of_npy_open_at_once_and_are_indexed_to_the_last_token(tmp_path: Path):
+def test_five_terabytes_of_npy_open_at_once_and_are_indexed_to_the_last_token(tmp_path):
     count = (5 << 40) // 2 + 12345
     path = tmp_path / "train_000000.npy"
     with path.open("wb") as file:
@@ -515,7 +515,7 @@ def test_five_terabytes_of_npy_open_at_once_and_are_indexed_to_the_last_token(tm
     assert loader.order.num_samples * 4096 + loader.tail_tokens == count
 
 
-def test_a_fingerprint_tells_size_and_pieces(tmp_path: Path):
+def test_a_fingerprint_tells_size_and_pieces(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(bytes(1 << 20))
     before = fingerprint(path, 1)

@@ -56,7 +56,7 @@ def refused(command: list[str]) -> None:
     assert main(command) == 1, command
 
 
-def test_small_files_do_not_take_their_claimed_memory(tmp_path: Path, zeros: bytes, capsys: pytest.CaptureFixture[str]):
+def test_small_files_do_not_take_their_claimed_memory(tmp_path, zeros: bytes, capsys):
     packed = pa.compress(bytes(1 << 20), "brotli", asbytes=True)
     makes = {
         "mds": lambda path: mds(path, zeros, "zstd"),
@@ -94,7 +94,7 @@ def test_blocks_within_bounds_are_unpacked():
         check_unpacked("here", 1000, (128 << 20) + 1)
 
 
-def test_a_damaged_index_is_no_table(tmp_path: Path):
+def test_a_damaged_index_is_no_table(tmp_path):
     """The index of a token dataset that cannot be read is not converted in its place."""
     mds(tmp_path / "mds", b"x", "zstd", 1, 100)
     with pytest.raises(DatasetError, match="shard"):
@@ -102,7 +102,7 @@ def test_a_damaged_index_is_no_table(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path: Path, stream: bool):
+def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path, stream: bool):
     path, out = tmp_path / "a.arrow", pa.BufferOutputStream()
     batch = pa.record_batch({"text": ["some words", "others"] * 8})
     options = pa.ipc.IpcWriteOptions(compression="zstd")

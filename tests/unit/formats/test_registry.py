@@ -18,7 +18,7 @@ PAGE = "---\ntitle: A page\nurl: https://example.org/a\n---\nThe text of it.\n"
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def installed(tmp_path, monkeypatch) -> Iterator[Path]:
     """A folder on the path in which a package with entry points can be put."""
     examples = ROOT / "examples"
     for folder in (examples, tmp_path / "site"):
@@ -45,7 +45,7 @@ def install(site: Path, *lines: str) -> None:
     importlib.invalidate_caches()
 
 
-def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path):
+def test_the_example_is_detected_and_read(installed: Path, tmp_path):
     install(installed, "markdown = markdown_format:Markdown")
     data = tmp_path / "data"
     data.mkdir()

@@ -36,7 +36,7 @@ def records(path: Path) -> dict[str, Record]:
     return {record.id: record for record in read_records(path, format="code", columns=columns)}
 
 
-def test_every_text_of_a_tree_is_a_document_with_language_and_licence(tmp_path: Path):
+def test_every_text_of_a_tree_is_a_document_with_language_and_licence(tmp_path):
     files = {
         "one/LICENSE": (MIT, "", "MIT"),
         "one/src/a.py": ("x = 1\n", "python", "MIT"),
@@ -67,7 +67,7 @@ def test_every_text_of_a_tree_is_a_document_with_language_and_licence(tmp_path: 
     }
 
 
-def test_a_licence_above_what_the_user_named_is_not_looked_at(tmp_path: Path):
+def test_a_licence_above_what_the_user_named_is_not_looked_at(tmp_path):
     (tmp_path / "tree").mkdir()
     (tmp_path / "LICENSE").write_text(MIT)
     (tmp_path / "tree" / "a.py").write_text("x = 1\n")
@@ -99,7 +99,7 @@ def test_identifiers_in_a_file():
     assert {text: spdx_of(text) for text in texts} == texts
 
 
-def test_a_licence_is_part_of_the_name_of_what_is_under_it(tmp_path: Path):
+def test_a_licence_is_part_of_the_name_of_what_is_under_it(tmp_path):
     """A run that goes on after LICENSE changed reads again what has its licence, and nothing else."""
     for name, text in {"tree/LICENSE": MIT, "tree/a/x.py": "x = 1\n", "tree/b/COPYING": MIT, "tree/b/y.py": ""}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
@@ -67,7 +66,7 @@ def test_hostile_paths_are_mounts_and_nothing_else():
         assert file["services"]["worker-1"]["command"][-len(HOSTILE) - 1 :] == ["--", *HOSTILE]
 
 
-def test_files_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_files_are_written_once(tmp_path, capsys):
     arguments = ["launch", "systemd", str(tmp_path / "a b"), "--json"]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)

@@ -26,7 +26,7 @@ from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from support.cached import put_chunks
 from support.feeding import make_dataset
-from support.handlers import Make, Request, serve
+from support.handlers import Request, serve
 from support.leases_by_hand import DATASET, FetchingWorker, answer, table_of
 from support.origin_server import OriginServer
 from support.waiting import until
@@ -64,7 +64,7 @@ Nodes = Callable[..., Node]
 
 
 @pytest.fixture
-def make_node(make_identity: Make, tmp_path: Path) -> Iterator[Nodes]:
+def make_node(make_identity, tmp_path) -> Iterator[Nodes]:
     created = []
 
     def make(name, content=CONTENT, origin=True):
@@ -80,7 +80,7 @@ def make_node(make_identity: Make, tmp_path: Path) -> Iterator[Nodes]:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch) -> Iterator[list[float]]:
     """The moment that limits of time in the fetcher see: it stands still unless a test moves it."""
     now = [1000.0]
     monkeypatch.setattr(fetching, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -89,7 +89,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 @pytest.fixture
-def worker(make_identity: Make, tmp_path: Path) -> Iterator[FetchingWorker]:
+def worker(make_identity, tmp_path) -> Iterator[FetchingWorker]:
     with Client(make_identity("client")) as client:
         created = FetchingWorker(client, tmp_path / "cache", table=TABLE)
         yield created
@@ -177,7 +177,7 @@ def test_a_slice_fails_only_if_all_that_sent_it_sent_wrong_bytes(worker: Fetchin
     assert worker.lost(lease(worker, other, away, lease_id="2")) == ""
 
 
-def test_a_wrong_byte_of_a_web_server_costs_a_chunk(make_identity: Make, tmp_path: Path):
+def test_a_wrong_byte_of_a_web_server_costs_a_chunk(make_identity, tmp_path):
     """Where `chunks.sha256` is beside the slices, the rest of the slice is not fetched again from another server."""
     dataset = open_dataset(make_dataset(tmp_path / "data", 2, 32, 2048))
     row = dataset.table.row(1)
@@ -218,7 +218,7 @@ def test_a_lost_lease_is_no_longer_fetched(worker: FetchingWorker, make_node: No
     assert current.path is None
 
 
-def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node: Nodes, tmp_path: Path):
+def test_a_slice_larger_than_the_cache_is_the_end(make_identity, make_node: Nodes, tmp_path):
     with Client(make_identity("client")) as client:
         worker = FetchingWorker(client, tmp_path / "small", 200_000, table=table_of(SHA256, len(CONTENT), 1 << 16))
         lease(worker, make_node("a"))
@@ -227,7 +227,7 @@ def test_a_slice_larger_than_the_cache_is_the_end(make_identity: Make, make_node
 
 
 def test_a_full_disk_ends_the_work_only_once_it_lasts(
-    worker: FetchingWorker, make_node: Nodes, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+    worker: FetchingWorker, make_node: Nodes, monkeypatch, clock: list[float]
 ):
     node, real, is_full = make_node("a"), os.pwrite, [True]
 

@@ -30,12 +30,12 @@ def test_a_ledger_of_another_format_is_refused(earlier: object):
 
 
 @pytest.mark.parametrize("use", [(0, 2, 0, 1), (0, 0, 0, 5), (0, 0, 2, 2), (0, 0, 3, 1)])
-def test_use_outside_the_dataset_is_a_problem(tmp_path: Path, use: tuple[int, ...]):
+def test_use_outside_the_dataset_is_a_problem(tmp_path, use: tuple[int, ...]):
     write(tmp_path / "l", [4, 4], [(0, 0, 0, 4), (0, 1, 0, 4), use])
     assert not verify_ledger(tmp_path / "l").ok
 
 
-def test_every_flipped_byte_and_a_removed_or_swapped_line_are_noticed(tmp_path: Path):
+def test_every_flipped_byte_and_a_removed_or_swapped_line_are_noticed(tmp_path):
     path = tmp_path / "ledger.jsonl"
     write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
     data = path.read_bytes()
@@ -51,7 +51,7 @@ def test_every_flipped_byte_and_a_removed_or_swapped_line_are_noticed(tmp_path: 
         assert not verify_ledger(path).ok
 
 
-def test_a_torn_tail_is_cut_at_any_byte(tmp_path: Path):
+def test_a_torn_tail_is_cut_at_any_byte(tmp_path):
     path = tmp_path / "ledger.jsonl"
     write(path, [2, 2], [(0, 0, 0, 2), (0, 1, 0, 2)])
     data = path.read_bytes()
@@ -65,7 +65,7 @@ def test_a_torn_tail_is_cut_at_any_byte(tmp_path: Path):
         assert [e.kind for e in read_entries(path)] == ["job", "worker", "uses", "note"]
 
 
-def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path: Path):
+def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path):
     path = tmp_path / "ledger.jsonl"
     write(path, [2], [(0, 0, 0, 2)])
     with Ledger.open(path, sign), pytest.raises(LedgerError, match="another process"):

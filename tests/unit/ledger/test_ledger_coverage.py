@@ -60,7 +60,7 @@ def test_coverage_equals_counting_points(samples: list[int], uses: list[tuple[in
 # What verify finds and names.
 
 
-def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path):
+def test_uses_after_the_end_of_their_epoch_are_found(tmp_path):
     path = tmp_path / "l"
     write_job(path, USES)
     append(path, ("epoch", {"epoch": 0, "samples": 13}))
@@ -71,7 +71,7 @@ def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path):
     assert "had ended before" in str(verify_ledger(path).problems)
 
 
-def test_set_aside_is_told_from_missing(tmp_path: Path):
+def test_set_aside_is_told_from_missing(tmp_path):
     path = tmp_path / "l"
     write_job(path, USES[:2])
     assert verify_ledger(path).missing == [{"epoch": 0, "slice": 2, "start": 0, "stop": 5}]
@@ -82,7 +82,7 @@ def test_set_aside_is_told_from_missing(tmp_path: Path):
     assert verify_ledger(path).epochs == [{"epoch": 0, "samples": 8, "missing": 5, "repeated": 0}]
 
 
-def test_forged_repeated_and_moved_receipts_are_named(tmp_path: Path):
+def test_forged_repeated_and_moved_receipts_are_named(tmp_path):
     write_job(tmp_path / "forged", USES, forge=0)
     report = verified(tmp_path / "forged")
     assert not report.intact and report.problems[0].startswith("entry 2 (uses)")
@@ -114,7 +114,7 @@ VALID, ENDED = certificate_of(WORKER_KEY, stop=-55), certificate_of(WORKER_KEY, 
     ],
 )
 def test_a_worker_is_believed_by_its_last_certificate_if_it_was_valid_then(
-    tmp_path: Path, certificates: list[str], problem: str
+    tmp_path, certificates: list[str], problem: str
 ):
     write_job(tmp_path / "l", USES, certificates=certificates)
     report = verified(tmp_path / "l")
@@ -122,7 +122,7 @@ def test_a_worker_is_believed_by_its_last_certificate_if_it_was_valid_then(
     assert verify_ledger(tmp_path / "l").ok == (certificates != [""])
 
 
-def test_receipts_by_sample_ids(tmp_path: Path):
+def test_receipts_by_sample_ids(tmp_path):
     write_job(tmp_path / "plain", USES)
     job = open_index(tmp_path / "plain").job
     signed = [Used(*use.to_row(), replay(job, use.epoch, use.slice, use.start, use.stop)[1]) for use in USES]
@@ -136,7 +136,7 @@ def test_receipts_by_sample_ids(tmp_path: Path):
 # Writing.
 
 
-def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(tmp_path: Path):
+def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(tmp_path):
     path = tmp_path / "l"
     write_job(path, USES)
     with Ledger.open(path, sign) as ledger:
@@ -158,7 +158,7 @@ def test_a_checkpoint_reads_the_tail_only_and_one_that_does_not_fit_is_not_used(
     assert Checkpoint.from_json({"seq": 1}) is None and Checkpoint.from_json(None) is None
 
 
-def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path):
+def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path):
     path = tmp_path / "l"
     write_job(path, USES)
     with Ledger.open(path, sign) as ledger:
@@ -172,7 +172,7 @@ def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path):
     assert not report.intact and "entry 4 (paused): it is not signed" in report.problems[0]
 
 
-def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_leaves_it_whole(tmp_path, monkeypatch):
     path = tmp_path / "l"
     with Ledger.open(path, sign) as ledger:
         ledger.append("job", {"samples_per_slice": [8, 0, 5], "scheduler": KEY.hex()})
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert [e.kind for e in ledger.entries()] == ["job", "paused"] and ledger.truncated_bytes == 0
 
 
-def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(tmp_path, monkeypatch):
     def fail(fd, size):
         raise OSError(errno.EIO, "cannot")
 
@@ -215,7 +215,7 @@ def test_a_torn_line_that_stays_ends_a_ledger_until_it_is_opened_again(tmp_path:
         assert ledger.append("note", {"n": 3}).seq == 1
 
 
-def test_the_form_on_disk(tmp_path: Path):
+def test_the_form_on_disk(tmp_path):
     """The bytes of format 3: a change of them changes what all ledgers are."""
     path = tmp_path / "l"
     write_job(path, USES)

@@ -101,7 +101,7 @@ def stack_all(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArra
     return collator.make(plan, 0, sum(counts))
 
 
-def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask(tmp_path: Path):
+def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask(tmp_path):
     for folder in ("mixed", "empty", "unmasked"):
         (tmp_path / folder).mkdir()
     tensors = {

@@ -25,7 +25,7 @@ SEQ_LEN = 6
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def tokens(tmp_path_factory) -> Dataset:
     """Slices of many documents, of one that continues, and of few."""
     return write_slices(tmp_path_factory.mktemp("tokens") / "data", MANY)
 
@@ -59,7 +59,7 @@ def read_twice(
     st.data(),
 )  # fmt: skip
 def test_token_batches_need_the_named_bytes_only(
-    tmp_path_factory: pytest.TempPathFactory, tokens: Dataset, documents: DocumentSubset | None,
+    tmp_path_factory, tokens: Dataset, documents: DocumentSubset | None,
     kind: tuple[str, bool], size: int, validation: float, data: st.DataObject,
 ):  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +92,7 @@ def test_consecutive_tokens_need_no_document_ends(tokens: Dataset):
     assert (starts - first).tolist() == [24, 36] and (stops - first).tolist() == [38, 50]  # With the last label.
 
 
-def test_row_batches_need_the_named_bytes_only(tmp_path: Path):
+def test_row_batches_need_the_named_bytes_only(tmp_path):
     arrays = {"x": np.arange(40, dtype=np.float32).reshape(10, 4), "y": np.arange(10), "z": np.zeros((10, 0, 2))}
     save_file(arrays | {"wide": np.zeros((10, 1 << 14))}, tmp_path / "0.safetensors")
     rows = import_slices(tmp_path, "rows")

@@ -1,7 +1,6 @@
 """Copies out of mapped files: right for any types and ends, and an error, not a signal, where a file was cut."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def test_a_range_outside_its_source_is_refused():
     "options",
     [{"seq_len": 2048}, {"seq_len": 2048, "document_masks": True}, {"seq_len": 2048, "packing": "best_fit"}, {}],
 )
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path: Path, options: dict):
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path, options: dict):
     for index in range(2):
         if options:
             tokens = np.arange(1 << 20, dtype=np.uint32)

@@ -1,6 +1,5 @@
 """The descriptions that objects show: lines, cards for notebooks with escaped text, documents behind a batch."""
 
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -16,14 +15,14 @@ TEXTS = [f"<b>document</b> {i} " + "word " * (i % 7) for i in range(200)]
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> PrepareResult:
+def result(tmp_path_factory) -> PrepareResult:
     folder = tmp_path_factory.mktemp("text")
     for i, text in enumerate(TEXTS):
         (folder / f"{i:03}.txt").write_text(text)
     return forebay.prepare_dataset([folder], folder / "out", tokenizer="bytes", slice_bytes=4096, workers=1)
 
 
-def test_a_description_has_the_order_the_cache_and_the_position(tmp_path: Path):
+def test_a_description_has_the_order_the_cache_and_the_position(tmp_path):
     data = make_dataset(tmp_path / "data", 4, 16, 8)
     loader = Loader(data, seq_len=8, batch_size=4, cache_dir=tmp_path / "cache", cache_bytes=1 << 20, epochs=2)
     next(iter(loader))
@@ -35,7 +34,7 @@ def test_a_description_has_the_order_the_cache_and_the_position(tmp_path: Path):
     loader.close()
 
 
-def test_a_description_of_a_mixture_says_how_often_each_dataset_repeats(tmp_path: Path):
+def test_a_description_of_a_mixture_says_how_often_each_dataset_repeats(tmp_path):
     small, large = make_dataset(tmp_path / "small", 2, 16, 8), make_dataset(tmp_path / "large", 8, 16, 8)
     mixture = Mixture({"small": small, "large": large}, [(0, {"small": 1, "large": 1}), (10, {"large": 1})])
     loader = Loader(mixture, seq_len=8, batch_size=8, steps=30)
@@ -91,7 +90,7 @@ def test_the_documents_of_a_batch(result: PrepareResult, packing: Literal["conca
     assert not numbers & {3, 4, 11} and len(numbers) > 10
 
 
-def test_a_subset_of_a_file(tmp_path: Path):
+def test_a_subset_of_a_file(tmp_path):
     (tmp_path / "ids.txt").write_text("17\n3\n3\n")
     np.save(tmp_path / "ids.npy", np.array([3, 17]))
     subsets = [DocumentSubset.from_file(tmp_path / f"ids.{kind}", min_tokens=2) for kind in ("txt", "npy")]

@@ -19,7 +19,7 @@ SAMPLES = 50  # 8 steps an epoch.
 data = dataset_fixture(5, SAMPLES // 5, SEQ_LEN)
 
 
-def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog: pytest.LogCaptureFixture):
+def test_steps_bound_the_run_and_a_loop_beyond_warns(data: Path, caplog):
     loader = Loader(data, steps=11, **ARGUMENTS)
     assert [len(list_ids(loader)), len(loader), len(list_ids(loader))] == [8, 3, 3] and not caplog.records
     assert list_ids(loader) == [] and "all 11 steps of the run are done" in caplog.text
@@ -63,7 +63,7 @@ def test_take_gives_the_same_batches_and_moves_nothing(data: Path):
     assert not [t for t in threading.enumerate() if t.name == "forebay-loader" and t not in before]
 
 
-def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path):
+def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path):
     loader = Loader(data, cache_dir=tmp_path, cache_bytes=1 << 20, **ARGUMENTS)
     list_ids(loader)
     fetched = loader.stats()["fetched_bytes"]
@@ -72,7 +72,7 @@ def test_a_pass_fetches_nothing_of_the_next(data: Path, tmp_path: Path):
     assert loader.stats()["fetched_bytes"] == fetched and loader.stats()["slices_opened"] >= 10
 
 
-def test_ranks_of_a_process_group(data: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_of_a_process_group(data: Path, monkeypatch):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
     for name, value in {"is_available": True, "is_initialized": True, "get_rank": 2, "get_world_size": 4}.items():
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
@@ -134,7 +134,7 @@ def test_a_close_ends_what_another_thread_waits_for(depth: int):
     assert items == []
 
 
-def test_a_loop_that_python_ends_last_closes_without_modules(data: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_loop_that_python_ends_last_closes_without_modules(data: Path, monkeypatch):
     batches = iter(Loader(data, **ARGUMENTS))
     next(batches)
     monkeypatch.setattr("forebay.load.batch_source.math", None)  # As at the end of Python, once modules are cleared.

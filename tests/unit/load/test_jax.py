@@ -1,7 +1,6 @@
 """Batches for JAX: shapes that never change. Real devices: tests/slow/load/test_jax.py."""
 
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,7 @@ class FakeJax(ModuleType):
         return self.device_put(array)
 
 
-def test_shapes_never_change_and_padding_has_no_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_shapes_never_change_and_padding_has_no_labels(tmp_path, monkeypatch):
     data = make_dataset(tmp_path / "data", 3, 20, 16)
     monkeypatch.setitem(sys.modules, "jax", FakeJax())
     monkeypatch.delitem(sys.modules, "forebay.load.jax", raising=False)

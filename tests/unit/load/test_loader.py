@@ -21,7 +21,7 @@ LENGTHS = (83, 160, 7, 64, 131)  # Samples 10, 20, 0, 8, 16; only slices 1 and 3
 
 
 @pytest.fixture(scope="module")
-def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     first = 0
     for i, length in enumerate(LENGTHS):
@@ -143,7 +143,7 @@ def test_state_of_something_else(tokens_dir: Path):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int):
+def test_a_missing_or_truncated_slice_is_named(tmp_path, prefetch: int):
     for i in range(3):
         tokens = np.arange(64, dtype=np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")
@@ -163,7 +163,7 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int):
     assert not loader_threads() - before
 
 
-def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path):
+def test_rows_of_different_lengths_are_padded_and_masked(tmp_path):
     rows = []
     for i, length in enumerate((5, 9)):
         ids = np.random.default_rng(i).integers(0, 99, (4, length)).astype(np.uint16)

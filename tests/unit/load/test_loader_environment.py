@@ -11,11 +11,11 @@ from support.feeding import list_ids, make_dataset
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Path:
+def dataset(tmp_path) -> Path:
     return make_dataset(tmp_path / "data", 1, 10, 16)
 
 
-def test_given_arguments_come_before_those_of_the_environment(dataset: Path, monkeypatch: pytest.MonkeyPatch):
+def test_given_arguments_come_before_those_of_the_environment(dataset: Path, monkeypatch):
     settings = {
         "dataset": str(dataset), "seq_len": 16, "batch_size": 2, "seed": 3, "split": "train",
         "samples": {"validation_fraction": 0.5}, "cache": "disk",
@@ -31,7 +31,7 @@ def test_given_arguments_come_before_those_of_the_environment(dataset: Path, mon
     assert len(next(iter(Loader(dataset, seq_len=16, batch_size=1)))) == 1
 
 
-def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch):
     monkeypatch.delenv("FOREBAY_LOADER", raising=False)
     with pytest.raises(UsageError, match=r"expected a dataset, got none, and no FOREBAY_LOADER .*forebay worker NAME"):
         Loader(seq_len=16, batch_size=2)
@@ -44,9 +44,7 @@ def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch: pytes
             Loader()
 
 
-def test_a_report_that_cannot_be_written_is_said_and_stops_nothing(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_report_that_cannot_be_written_is_said_and_stops_nothing(dataset: Path, tmp_path, monkeypatch, caplog):
     def full_disk(*_):
         raise OSError(28, "No space")
 

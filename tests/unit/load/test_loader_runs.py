@@ -35,7 +35,7 @@ def make_tokens(folder: Path, first: int, slices: int = 6, samples: int = 20, do
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("sources")
     sizes = {"web": (0, 6), "books": (100_000, 3), "code": (200_000, 2)}
     return {name: make_tokens(base / name, first, slices) for name, (first, slices) in sizes.items()}
@@ -79,7 +79,7 @@ def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders: dict[st
         loaders[1].load_state_dict(loaders[0].state_dict())
 
 
-def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path: Path):
+def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path):
     path = tmp_path / "mix.toml"
     path.write_text(
         f'[datasets]\nweb = "{folders["web"]}"\nbooks = "{folders["books"]}"\n'
@@ -134,7 +134,7 @@ def test_several_datasets_are_a_mixture(several: Any):
         ("U32 - 0 0|U32 1 0 -", "eos_id, got 0 of a and none of b"),
     ],
 )
-def test_datasets_of_a_mixture_agree_in_what_they_record(recorded: str, differing: str, tmp_path: Path):
+def test_datasets_of_a_mixture_agree_in_what_they_record(recorded: str, differing: str, tmp_path):
     """What is not recorded agrees with everything, and a mixture may allow what differs."""
     texts, table = recorded.split("|"), "[datasets]\n"
     for name, text in zip("abc", texts):
@@ -183,7 +183,7 @@ def test_pickling_carries_arguments_and_state(folders: dict[str, Path]):
     assert sample_keys(pickle.loads(pickle.dumps(mixed))) == sample_keys(mixed)
 
 
-def test_a_file_of_text_is_refused(tmp_path: Path):
+def test_a_file_of_text_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(DatasetError, match="TextStream"):
         Loader(tmp_path / "a.jsonl", seq_len=8, batch_size=1)

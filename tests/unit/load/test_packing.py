@@ -22,7 +22,7 @@ def ranges(rows: PackedRows) -> Iterator[list[tuple[int, int]]]:
         yield list(zip(rows.starts[first:last].tolist(), rows.lengths[first:last].tolist()))
 
 
-def test_rows_of_a_section_are_those_of_a_golden_case(monkeypatch: pytest.MonkeyPatch):
+def test_rows_of_a_section_are_those_of_a_golden_case(monkeypatch):
     result = DocumentSpans(np.array([0, 5, 7]), np.array([5, 7, 30]))
     assert list(ranges(pack_section(result, 8))) == [[(0, 5), (5, 2)], [(7, 9)], [(15, 9)], [(23, 7)]]
     monkeypatch.setattr(packing, "_SECTION_ROWS", 0)

@@ -1,6 +1,5 @@
 """Sample indexes and collators against a reference of loops over lists."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ SEQ_LEN = 6
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def dataset(tmp_path_factory) -> Dataset:
     return write_slices(tmp_path_factory.mktemp("data") / "documents", SLICES)
 
 
@@ -52,7 +51,7 @@ filters = st.builds(
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def many(tmp_path_factory) -> Dataset:
     """Slices of more documents than are read at once; some are empty."""
     return write_slices(tmp_path_factory.mktemp("data") / "many", MANY)
 
@@ -137,7 +136,7 @@ def test_splits_are_exact_disjoint_and_together_all(
     assert sorted([*train, *held_out]) == full
 
 
-def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: Path):
+def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path):
     many = write_slices(tmp_path / "many", [([60], 0)] * 50)
     taken = set()
     for part in (0.01, 0.1, 0.3):
@@ -148,7 +147,7 @@ def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: 
     assert taken != set(range(len(taken)))
 
 
-def test_slices_of_different_types_are_refused(tmp_path: Path):
+def test_slices_of_different_types_are_refused(tmp_path):
     datasets = [write_slices(tmp_path / dtype, SLICES, dtype) for dtype in ("uint16", "uint32")]
     collator = make_collator([plan_samples(dataset, SEQ_LEN) for dataset in datasets])
     for i, dataset in enumerate(datasets):
@@ -157,7 +156,7 @@ def test_slices_of_different_types_are_refused(tmp_path: Path):
         collator.plan(np.array([0, 5]), np.zeros(2, np.int64))
 
 
-def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path: Path):
+def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path):
     concat, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="best_fit")
     save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
     images = import_slices(tmp_path, "rows")

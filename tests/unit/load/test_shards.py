@@ -46,7 +46,7 @@ def bucket() -> Path:
 
 
 @pytest.fixture
-def own_bucket(bucket: Path, tmp_path: Path) -> Path:
+def own_bucket(bucket: Path, tmp_path) -> Path:
     """A copy that may be damaged."""
     return shutil.copytree(bucket, tmp_path / "own")
 
@@ -58,7 +58,7 @@ def server() -> Iterator[OriginServer]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
@@ -117,7 +117,7 @@ def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path
             assert len(read_chunks(folder)) == 4
 
 
-def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path, monkeypatch):
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
@@ -136,7 +136,7 @@ def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path: Path, m
 
 
 def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_swap(
-    bucket: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bucket: Path, folder: Path, monkeypatch, caplog
 ):
     is_open, obtain = threading.Event(), ShardCache.obtain
 
@@ -181,7 +181,7 @@ def environment(server: OriginServer) -> dict[str, str]:
 
 
 def test_variables_of_a_bucket_come_from_the_environment_or_a_file_and_no_secret_is_shown(
-    server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: OriginServer, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level("DEBUG")
     monkeypatch.chdir(tmp_path)
@@ -228,9 +228,7 @@ def test_an_origin_that_stays_away_is_named(server: OriginServer, folder: Path):
         shards.at_step(0)
 
 
-def test_too_small_a_disk_is_refused_before_the_first_byte(
-    server: OriginServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_small_a_disk_is_refused_before_the_first_byte(server: OriginServer, folder: Path, monkeypatch):
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1_000_000))
     for settings, match in (
@@ -253,7 +251,7 @@ def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path):
 
 
 def test_wrong_origins_and_arguments_are_refused_and_small_machines_warned_of(
-    own_bucket: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_bucket: Path, folder: Path, monkeypatch, caplog
 ):
     def read_indexes(*steps, **settings):
         with open_shards(own_bucket, folder, **settings) as shards:
@@ -299,9 +297,7 @@ def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path):
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3", "r2"])
-def test_a_plan_of_shards_agrees_with_the_server(
-    scheme: str, server: OriginServer, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_plan_of_shards_agrees_with_the_server(scheme: str, server: OriginServer, folder: Path, monkeypatch, capsys):
     for name, value in (environment(server) | server.s3_environment).items():
         monkeypatch.setenv(name, value)
     url = {"http": f"{server.url}/{PREFIX}", "s3": f"s3://{BUCKET}/{PREFIX}", "r2": "r2://"}[scheme]

@@ -34,7 +34,7 @@ def make_tokens(count: int, dtype: Any = np.uint16, seed: int = 0) -> Any:
 @pytest.mark.parametrize(
     "generation, header, dtype", [("bin", True, "uint16"), ("npy", False, "uint16"), ("npy", True, "uint32")]
 )
-def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, header: bool, dtype: str):
+def test_both_generations_are_written_and_read(tmp_path, generation: Any, header: bool, dtype: str):
     """Also without NumPy's header, as the first generation wrote them."""
     tokens = make_tokens(100 * L + 5, dtype)
     pieces = np.split(tokens, [3, 40, 41, 900])
@@ -64,7 +64,7 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
         assert np.concatenate(slices).tolist() == tokens[: 100 * L].tolist()
 
 
-def test_wrong_arguments_of_the_writer_are_refused(tmp_path: Path):
+def test_wrong_arguments_of_the_writer_are_refused(tmp_path):
     for wrong in [{"seq_len": 0}, {"shard_tokens": 3}, {"generation": "x"}, {"dtype": "int64"}]:
         with pytest.raises(UsageError):
             write_shards([make_tokens(64)], tmp_path, **{"seq_len": L, **wrong})
@@ -93,7 +93,7 @@ def verified(folder: Path, index: int = 0, seq_len: int = L) -> ShardDataset:
     return ShardDataset(shard, *verify_pair(folder, shard))
 
 
-def test_a_whole_shard_is_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_whole_shard_is_judged_once(tmp_path, monkeypatch):
     tokens, ids = shard(tmp_path)
     assert len(verified(tmp_path)) == 300
     with monkeypatch.context() as patched:
@@ -109,7 +109,7 @@ def test_a_whole_shard_is_judged_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @given(st.data())
-def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+def test_any_flipped_bit_is_noticed(tmp_path_factory, data: st.DataObject):
     folder = tmp_path_factory.mktemp("flipped")
     tokens, _ = shard(folder, 2500)
     raw = bytearray(tokens.read_bytes()[data.draw(st.sampled_from([0, 128])) :])
@@ -124,7 +124,7 @@ def test_any_flipped_bit_is_noticed(tmp_path_factory: pytest.TempPathFactory, da
     assert tokens.read_bytes() == raw
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path):
+def test_files_that_do_not_belong_together_are_refused(tmp_path):
     tokens, ids = shard(tmp_path)
     size = tokens.stat().st_size
 

@@ -49,7 +49,7 @@ class HelperThread:
 
 
 @pytest.fixture(autouse=True)
-def helpers_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def helpers_in_threads(monkeypatch) -> None:
     """Real processes: tests/slow/load/test_torch_helpers.py."""
 
     class System:
@@ -139,7 +139,7 @@ def test_a_state_may_be_loaded_while_helpers_run(data: Path):
             next(running)
 
 
-def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path: Path):
+def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path):
     data, seen = make_dataset(tmp_path / "holed", 8, 16, SEQ_LEN), []
     (data / "0005.safetensors").unlink()
     with Loader(data, **ARGUMENTS, shuffle=False, order=OrderOptions(lanes=1)) as loader:
@@ -162,7 +162,7 @@ def test_a_helper_that_is_killed_amid_a_message_has_ended():
 
 
 @pytest.mark.parametrize("style", ["batch", "plain", "transformers"])
-def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path: Path):
+def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path):
     """Ids, labels, masks and positions are int64, whatever their stored type: a model takes them without a cast."""
     write_typed_rows(tmp_path)
     for workers in (0, 1):
@@ -191,7 +191,7 @@ def test_names_for_transformers(data: Path):
             assert torch.equal(batch.as_dict("transformers")["labels"], named["labels"])
 
 
-def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch: pytest.MonkeyPatch):
+def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch):
     expected = [item["ids"] for item in read_plain(data, 2)]
     loader = Loader(data, **ARGUMENTS)
     own = torch.utils.data.DataLoader(loader.to_torch(), batch_size=None)
@@ -244,7 +244,7 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch: pytest.MonkeyPatch, prefetch: int):
+def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch, prefetch: int):
     expected = read_plain(data, 1)
     cuda = FakeCuda(monkeypatch)
     batches = list(Loader(data, **ARGUMENTS).to_torch("cuda", prefetch=prefetch))

@@ -7,7 +7,6 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ from forebay.network.client import Client, ConnectionLostError, RemoteError, Tru
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import join
 from forebay.storage.connections import StreamedResponse
-from support.handlers import Make, PatientClient
+from support.handlers import PatientClient
 from support.rude_peer import RudePeer, http
 from support.waiting import until
 
@@ -35,13 +34,13 @@ def client() -> Iterator[Client]:
 
 
 @pytest.fixture
-def member(make_identity: Make) -> Iterator[Client]:
+def member(make_identity) -> Iterator[Client]:
     with PatientClient(make_identity("client")) as client:
         yield client
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch) -> SimpleNamespace:
     """The client's clock, of deadlines and of dates."""
     clock = SimpleNamespace(now=1000.0, time=lambda: clock.now, monotonic=lambda: clock.now)
     for module in ("network.client", "storage.connections"):
@@ -56,7 +55,7 @@ def get(client: Client, peer: RudePeer) -> object:
 # Whom it asks.
 
 
-def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir: Path):
+def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir):
     scope = Scope(frozenset({"worker"}))
     worker = join(network_dir, network_dir.parent / "only-worker", "only-worker", scope=scope)
     with RudePeer(worker, lambda asked: OK) as peer:
@@ -70,7 +69,7 @@ def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir: Path):
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_identity: Make):
+def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_identity):
     with RudePeer(make_identity("peer"), lambda asked: OK) as peer:
         get(member, peer)
         (member.identity.node_dir / "revoked.txt").write_text("no peer id\n")
@@ -80,9 +79,7 @@ def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_
         assert len(peer.asked) == 1
 
 
-def test_a_kept_connection_ends_with_its_certificate(
-    member: Client, make_identity: Make, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_kept_connection_ends_with_its_certificate(member: Client, make_identity, monkeypatch):
     identity = make_identity("peer")
     with RudePeer(identity, lambda asked: OK) as peer:
         get(member, peer)
@@ -211,7 +208,7 @@ RANGE = b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 0-7/8\r\n
         (RANGE + b"1234", "broke off at byte 4 of 8"),
     ],
 )
-def test_lying_servers(answer: bytes, message: str, client: Client, caplog: pytest.LogCaptureFixture):
+def test_lying_servers(answer: bytes, message: str, client: Client, caplog):
     into = bytearray(8)
     with RudePeer(None, lambda asked: answer, lambda asked: True) as peer:
         with pytest.raises(NetworkError, match=message) as caught:

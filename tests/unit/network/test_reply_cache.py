@@ -160,7 +160,7 @@ def test_after_a_failure_those_that_wait_ask_anew_one_at_a_time(loop: VirtualLoo
     assert (app.num_calls, app.most_running) == (3, 1)
 
 
-def test_bounds_of_what_is_kept(loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch):
+def test_bounds_of_what_is_kept(loop: VirtualLoop, monkeypatch):
     monkeypatch.setattr(limits, "MAX_REPLIES_PER_PEER", 4)
     monkeypatch.setattr(limits, "MAX_REPLIES_BYTES", 1000)
 

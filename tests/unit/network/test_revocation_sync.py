@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,7 @@ from forebay.network.pki.record import JoinToken
 from forebay.network.pki.revocation import sign_crl
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server import Server
-from support.handlers import FOREVER_S, Make, PatientClient
+from support.handlers import FOREVER_S, PatientClient
 from support.waiting import until
 
 
@@ -35,13 +34,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_a_node_renews_itself_while_it_runs(
-    network_dir: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_node_renews_itself_while_it_runs(network_dir, tmp_path, clock: Clock, monkeypatch, caplog):
     """In the last third of its validity; while the issuer is unreachable it says so and tries again."""
     with contextlib.closing(AdmissionServer(Admissions(network_dir)).start()) as admission:
         issuer = read_issuer(network_dir)
@@ -66,9 +63,7 @@ def test_a_node_renews_itself_while_it_runs(
             assert (again.peer_id, again.certificate) == (node.peer_id, node.certificate)
 
 
-def test_a_node_without_an_admission_server_warns_of_expiry(
-    make_identity: Make, clock: Clock, caplog: pytest.LogCaptureFixture
-):
+def test_a_node_without_an_admission_server_warns_of_expiry(make_identity, clock: Clock, caplog):
     node = make_identity("n")
     clock.later_s = node.valid_s - 86400.0
     with PatientClient(node) as client:
@@ -76,7 +71,7 @@ def test_a_node_without_an_admission_server_warns_of_expiry(
     assert "expires in" in caplog.text and "forebay network renew" in caplog.text
 
 
-def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(make_identity: Make, network_dir: Path):
+def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(make_identity, network_dir):
     """It says the highest number there is, and hands out an old CRL, or none: it is asked for it once."""
     liar, reader = make_identity("liar"), make_identity("reader")
     old, paths, app = sign_crl(read_issuer(network_dir), [], 1), [], make_app("liar")
@@ -103,7 +98,7 @@ def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(make_id
 
 @pytest.mark.usefixtures("changes_at_once")
 @pytest.mark.parametrize("first", ["client", "server"])
-def test_a_crl_passes_over_any_connection_in_both_directions(make_identity: Make, network_dir: Path, first: str):
+def test_a_crl_passes_over_any_connection_in_both_directions(make_identity, network_dir, first: str):
     """An ordinary request is enough, also one that is refused."""
     nodes = {name: make_identity(name) for name in ("client", "server")}
     thief = make_identity("thief")
@@ -117,7 +112,7 @@ def test_a_crl_passes_over_any_connection_in_both_directions(make_identity: Make
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity: Make, network_dir: Path):
+def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity, network_dir):
     """By hand, the next round of three being hours away."""
     thief, teller = make_identity("thief"), make_identity("teller")
     told = [make_identity(f"node{number}") for number in range(5)]
@@ -154,9 +149,7 @@ def test_contacts_are_bounded():
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_trust_goes_on_after_any_fault_of_a_peer_or_of_the_node(
-    make_identity: Make, network_dir: Path, caplog: pytest.LogCaptureFixture
-):
+def test_trust_goes_on_after_any_fault_of_a_peer_or_of_the_node(make_identity, network_dir, caplog):
     """Malformed addresses, a callback that raises: logged, and the next step comes. A new CRL calls back."""
     node, reader, thief = make_identity("node"), make_identity("reader"), make_identity("thief")
     revoke(network_dir, thief.peer_id, node.node_dir)

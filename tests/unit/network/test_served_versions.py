@@ -36,9 +36,7 @@ def extend(parent: Dataset, directory: Path, name: str) -> Dataset:
 
 
 @pytest.mark.parametrize("names", [(NAME,), ("other",), (NAME, "other"), ("other", "third")])
-def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
-):
+def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(tmp_path, monkeypatch, names: tuple[str, ...]):
     monkeypatch.setattr(peer_dataset, "_MAX_AGE_S", 0.0)
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "worker")
@@ -68,7 +66,7 @@ def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(
      ([("tiny", "lost"), ("other", "lost")], "unknown_slice")],
 )  # fmt: skip
 def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(
-    tmp_path: Path, rules: list[tuple[str, str]], refused: str
+    tmp_path, rules: list[tuple[str, str]], refused: str
 ):
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "reader")
@@ -90,7 +88,7 @@ def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(
             assert len(got) == row.bytes and not refused
 
 
-def test_the_bytes_of_a_slice_of_two_datasets_count_for_the_one_that_allows_it(tmp_path: Path):
+def test_the_bytes_of_a_slice_of_two_datasets_count_for_the_one_that_allows_it(tmp_path):
     """The first one, until its quota is used."""
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "reader")

@@ -22,7 +22,7 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import create_network, create_organisation, join, revoke
 from forebay.network.server import Server
-from support.handlers import Make, PatientClient, Request, application, patient, serve
+from support.handlers import PatientClient, Request, application, patient, serve
 from support.waiting import until
 from support.wire import connect
 
@@ -57,12 +57,12 @@ class Handler:
 
 
 @pytest.fixture(autouse=True)
-def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient_close(monkeypatch) -> None:
     monkeypatch.setattr("forebay.network.server.THREAD_JOIN_S", 3600.0)
 
 
 @pytest.fixture
-def handler(tmp_path: Path) -> Iterator[Handler]:
+def handler(tmp_path) -> Iterator[Handler]:
     for name, data in (("file", CONTENT), ("empty", b""), ("short", bytes(100))):
         (tmp_path / name).write_bytes(data)
     handler = Handler(tmp_path)
@@ -71,13 +71,13 @@ def handler(tmp_path: Path) -> Iterator[Handler]:
 
 
 @pytest.fixture
-def server(handler: Handler, make_identity: Make) -> Iterator[Server]:
+def server(handler: Handler, make_identity) -> Iterator[Server]:
     with serve(make_identity("server"), handler, on_bytes=lambda *sent: handler.sent.append(sent)) as server:
         yield server
 
 
 @pytest.fixture
-def client(make_identity: Make) -> Iterator[Client]:
+def client(make_identity) -> Iterator[Client]:
     with PatientClient(make_identity("client")) as client:
         yield client
 
@@ -86,9 +86,7 @@ def is_served(client: Client, server: Server) -> bool:
     return bool(client.request_json(server.address, "GET", "/echo")[0]["by"] == "GET")
 
 
-def test_json_there_and_back_on_one_connection(
-    server: Server, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture
-):
+def test_json_there_and_back_on_one_connection(server: Server, client: Client, handler: Handler, caplog):
     for number in range(3):
         answer, peer = client.request_json(server.address, "POST", "/echo?a=1&b=", {"n": number})
         assert answer == {"got": {"n": number}, "query": {"a": "1", "b": ""}, "by": "POST"}
@@ -103,7 +101,7 @@ def test_json_there_and_back_on_one_connection(
     assert is_served(client, server)
 
 
-def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, tmp_path: Path):
+def test_the_application_sees_the_certificate_of_the_client(network_dir, tmp_path):
     """uvicorn hands it to no application: ours does, through the protocol's state. An upgrade may break that."""
     scope = Scope(frozenset({"worker"}), ("c4-*",))
     org = create_organisation(network_dir, tmp_path / "org", "acme")
@@ -121,7 +119,7 @@ def test_the_application_sees_the_certificate_of_the_client(network_dir: Path, t
     assert seen == [member.as_peer] and (member.as_peer.peer_id, member.as_peer.org) == (member.peer_id, org)
 
 
-def test_files_and_ranges(server: Server, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture):
+def test_files_and_ranges(server: Server, client: Client, handler: Handler, caplog):
     for _ in range(2):
         assert client.get_bytes(server.address, "/empty", SIZE) == b""
     assert "ASGI" not in caplog.text
@@ -149,7 +147,7 @@ def test_limits_on_bodies(server: Server, client: Client):
         client.get_bytes(server.address, "/a b\r\nX: y", 10)
 
 
-def test_strangers_get_nothing(server: Server, client: Client, handler: Handler, tmp_path: Path):
+def test_strangers_get_nothing(server: Server, client: Client, handler: Handler, tmp_path):
     server.identity.audit = AuditLog(tmp_path / "audit.log")
     create_network(tmp_path / "elsewhere", "test-network")
     stranger = join(tmp_path / "elsewhere", tmp_path / "stranger", "client")
@@ -178,7 +176,7 @@ def test_strangers_get_nothing(server: Server, client: Client, handler: Handler,
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Client, make_identity: Make):
+def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Client, make_identity):
     is_served(client, server)
     revoke(server.identity.node_dir, client.identity.peer_id)
     with pytest.raises(NetworkError) as caught:  # on the open connection, which may be cut first
@@ -206,9 +204,7 @@ def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: H
         serve(server.identity, handler, host="192.0.2.1").start()
 
 
-def test_a_loop_that_fails_begins_again_on_the_same_port(
-    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_a_loop_that_fails_begins_again_on_the_same_port(server: Server, client: Client, monkeypatch, caplog):
     is_served(client, server)
 
     def select(timeout=None):
@@ -241,9 +237,7 @@ def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: 
     assert answers == [{"answer": "late"}]
 
 
-def test_close_ends_answers_under_way(
-    make_identity: Make, client: Client, handler: Handler, caplog: pytest.LogCaptureFixture
-):
+def test_close_ends_answers_under_way(make_identity, client: Client, handler: Handler, caplog):
     """A file half sent, a request whose body does not come, waits for news, a handshake: without an error."""
     app, entered = application(handler), threading.Event()
 
@@ -273,9 +267,7 @@ def test_close_ends_answers_under_way(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_who_hangs_up_amid_its_body_or_closes_one_half_is_no_error_of_ours(
-    server: Server, client: Client, caplog: pytest.LogCaptureFixture
-):
+def test_who_hangs_up_amid_its_body_or_closes_one_half_is_no_error_of_ours(server: Server, client: Client, caplog):
     for half in (True, False):
         with connect(client.identity, server.address) as tls:
             tls.sendall(b"POST /echo HTTP/1.1\r\nContent-Length: 100\r\n\r\nx")

@@ -62,7 +62,7 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("bytes"))
     with world.server:
         yield world
@@ -92,9 +92,7 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\n\r\n"  # 26 bytes
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nTrailer: x\r\n\r\n",
     ],
 )
-def test_what_is_ambiguous_is_refused_and_ends_the_connection(
-    world: World, data: bytes, caplog: pytest.LogCaptureFixture
-):
+def test_what_is_ambiguous_is_refused_and_ends_the_connection(world: World, data: bytes, caplog):
     """Two readers of it could find different requests in it: nothing behind it is read as one, nor logged."""
     answers = world.send(data + SMUGGLED)
     assert [answer.status for answer in answers if answer.status != 200] == [400]
@@ -128,7 +126,7 @@ def test_what_is_ambiguous_is_refused_and_ends_the_connection(
         (b"GET / HTTP/1.0\r\n\r\n", 200),
     ],
 )
-def test_what_is_odd_has_one_answer(world: World, data: bytes, status: int, caplog: pytest.LogCaptureFixture):
+def test_what_is_odd_has_one_answer(world: World, data: bytes, status: int, caplog):
     answers = world.send(data)
     assert answers[0].status == status
     assert [answer.status for answer in answers[1:]] in ([], [200])

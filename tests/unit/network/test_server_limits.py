@@ -51,7 +51,7 @@ class Handler:
 
 
 @pytest.fixture
-def handler(tmp_path: Path) -> Handler:
+def handler(tmp_path) -> Handler:
     (tmp_path / "file").write_bytes(bytes(4 * LARGE))
     return Handler(tmp_path / "file")
 
@@ -279,7 +279,7 @@ def test_who_reads_nothing_is_cut(start: Start, path: bytes):
     assert got > 8 * LARGE
 
 
-def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monkeypatch: pytest.MonkeyPatch):
+def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monkeypatch):
     """Who reads nothing and hangs up is charged for what was sent; where no quota is left the connection ends."""
     monkeypatch.setattr(app, "CHARGE_BYTES", LARGE)
     server = start()
@@ -314,7 +314,7 @@ def test_a_server_that_was_slow_itself_cuts_no_client(start: Start):
     assert late.answers()[0].status == 200 and not stranger.done()
 
 
-def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start: Start, monkeypatch):
     server = start()
     busy, late = server.connect("busy"), server.connect("late")
     late.send(b"GET / HTTP/1.1\r\n")
@@ -434,7 +434,7 @@ def test_rates_of_bytes(start: Start, name: str):
     assert abs(received_after(server, connections, 1.0) - burst - 2e6) < 600_000
 
 
-def test_a_task_that_fails_goes_on(start: Start, caplog: pytest.LogCaptureFixture):
+def test_a_task_that_fails_goes_on(start: Start, caplog):
     server, runs = start(), []
 
     async def work():

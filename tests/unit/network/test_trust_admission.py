@@ -37,7 +37,7 @@ def clock() -> SimpleNamespace:
 
 
 @pytest.fixture
-def server(network_dir: Path, tmp_path: Path, clock: SimpleNamespace) -> Iterator[AdmissionServer]:
+def server(network_dir, tmp_path, clock: SimpleNamespace) -> Iterator[AdmissionServer]:
     """An organisation's admission server."""
     create_organisation(network_dir, tmp_path / "org", "acme", WORKER)
     with AuditLog(tmp_path / "audit.log") as audit:
@@ -65,7 +65,7 @@ def kinds(tmp_path: Path) -> list[str]:
 
 
 def test_a_machine_joins_with_a_key_that_stays_on_it(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path, monkeypatch
 ):
     sent = []
     ask = joining._post
@@ -83,7 +83,7 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
 
 
 def test_joining_and_renewing_go_on_while_the_server_is_busy(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path, monkeypatch
 ):
     """As long as the token is valid."""
     refusals = [ApiError(429, "busy", "others ask"), ApiError(503, "stopping", "restarts")]
@@ -101,7 +101,7 @@ def test_joining_and_renewing_go_on_while_the_server_is_busy(
         join_by_token(make_token(server, clock, id="cd" * 16, expires_at=time.time()), tmp_path / "b", "b")
 
 
-def test_tokens_that_do_not_count(server: AdmissionServer, clock: SimpleNamespace, network_dir: Path):
+def test_tokens_that_do_not_count(server: AdmissionServer, clock: SimpleNamespace, network_dir):
     good, other = make_token(server, clock), read_issuer(network_dir)
     public_key = server.admissions.issuer.key.public_key().public_bytes_raw()
     token, signed, signature = read_token(good)
@@ -124,7 +124,7 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: SimpleNamespac
 
 
 def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path
 ):
     text = make_token(server, clock, uses=2)
     a = join_by_token(text, tmp_path / "a", "a")
@@ -141,7 +141,7 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
 
 
 def test_servers_of_one_directory_count_uses_together_and_an_unfinished_line_is_no_use(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path
+    server: AdmissionServer, clock: SimpleNamespace, tmp_path
 ):
     text, path = make_token(server, clock), tmp_path / "org" / MEMBERS_FILE
     others = [Admissions(tmp_path / "org", now=lambda: clock.now)]
@@ -155,7 +155,7 @@ def test_servers_of_one_directory_count_uses_together_and_an_unfinished_line_is_
     assert MemberRecord(tmp_path / "org").users["cd" * 16]
 
 
-def test_a_withdrawn_token_admits_nobody_from_then_on(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path):
+def test_a_withdrawn_token_admits_nobody_from_then_on(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
     text = make_token(server, clock, uses=3)
     node = join_by_token(text, tmp_path / "a", "a")
     MemberRecord(tmp_path / "org").add(withdrawn="ab" * 16)
@@ -165,7 +165,7 @@ def test_a_withdrawn_token_admits_nobody_from_then_on(server: AdmissionServer, c
     assert renew_at(server.address, node.node_dir).peer_id == node.peer_id
 
 
-def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path):
+def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
     create_network(tmp_path / "evil", "test-network")
     evil = AdmissionServer(Admissions(tmp_path / "evil")).start()
     try:
@@ -177,7 +177,7 @@ def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Sim
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path):
+def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
     node = join_by_token(make_token(server, clock, valid_days=2.0), tmp_path / "n", "n")
     renewed = renew_at(server.address, node.node_dir)
     assert (renewed.peer_id, renewed.scope, renewed.org) == (node.peer_id, node.scope, node.org)
@@ -198,9 +198,7 @@ def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Simp
         renew_at(server.address, node.node_dir)
 
 
-def test_a_node_of_the_root_is_not_the_organisations_to_renew(
-    server: AdmissionServer, network_dir: Path, tmp_path: Path
-):
+def test_a_node_of_the_root_is_not_the_organisations_to_renew(server: AdmissionServer, network_dir, tmp_path):
     node = join(network_dir, tmp_path / "n", "n")
     with pytest.raises(NetworkError, match="Nothing was sent"):
         renew_at(server.address, node.node_dir)
@@ -209,7 +207,7 @@ def test_a_node_of_the_root_is_not_the_organisations_to_renew(
         server.admissions.renew(RenewRequest(request=request), "x", der_of(node.certificate))
 
 
-def test_strangers_at_the_door(server: AdmissionServer, clock: SimpleNamespace, tmp_path: Path):
+def test_strangers_at_the_door(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
     """Plain HTTP, silence, an endless body: each is dropped, and the next is served."""
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port))):  # says nothing
@@ -227,7 +225,7 @@ def test_strangers_at_the_door(server: AdmissionServer, clock: SimpleNamespace, 
 
 
 @pytest.fixture(scope="module")
-def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Admissions:
+def root_admissions(tmp_path_factory) -> Admissions:
     folder = tmp_path_factory.mktemp("root")
     create_network(folder, "n")
     return Admissions(folder)
@@ -236,7 +234,7 @@ def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Admissions:
 @given(
     token=st.text(max_size=80), name=st.text(max_size=200), request=st.text(max_size=80), shown=st.binary(max_size=80)
 )
-def test_garbage_is_refused(root_admissions: Admissions, token: str, name: str, request: str, shown: bytes):
+def test_garbage_is_refused(root_admissions: Admissions, token: str, name: str, request, shown: bytes):
     with pytest.raises(ProtocolError):
         root_admissions.admit(AdmitRequest(token=token, name=name, request=request), "x")
     with pytest.raises(ProtocolError):

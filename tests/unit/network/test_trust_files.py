@@ -18,7 +18,6 @@ from forebay.network.audit import AuditLog
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.scheduler.journal import _open_database, lock_state
 from forebay.storage.locks import try_acquire
-from support.handlers import Make
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +36,7 @@ def open_to_others(folder: Path) -> list[str]:
     )
 
 
-def test_state_is_private(tmp_path: Path, make_identity: Make):
+def test_state_is_private(tmp_path, make_identity):
     state = tmp_path / "state"
     lock_state(state).release()
     database = _open_database(state / "journal.sqlite")
@@ -57,7 +56,7 @@ def test_state_is_private(tmp_path: Path, make_identity: Make):
     roster._database.close()
 
 
-def test_directories_of_keys_are_private(tmp_path: Path):
+def test_directories_of_keys_are_private(tmp_path):
     create_network(tmp_path / "net", "n")
     create_organisation(tmp_path / "net", tmp_path / "org", "o")
     node = join(tmp_path / "org", tmp_path / "deep" / "node", "node")
@@ -68,9 +67,7 @@ def test_directories_of_keys_are_private(tmp_path: Path):
     assert {Path(name).name for name in open_to_others(tmp_path)} <= public
 
 
-def test_a_token_comes_from_a_file_or_standard_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_token_comes_from_a_file_or_standard_input(tmp_path, capsys, monkeypatch):
     (tmp_path / "token").write_text("forebay1.none\n")
     assert main(f"network join {tmp_path}/n --name n --token {tmp_path}/token".split()) == 1
     assert "token: expected" in capsys.readouterr().err
@@ -88,7 +85,7 @@ def test_days_are_above_zero(text: str):
         days(text)
 
 
-def test_the_commands_of_a_networks_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_commands_of_a_networks_owner(tmp_path, capsys):
     """init, join, revoke, show, renew: as they are typed."""
     net, node = tmp_path / "net", tmp_path / "node"
     assert main(f"network init {net}".split()) == 0

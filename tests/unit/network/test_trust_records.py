@@ -41,7 +41,7 @@ def test_scopes_count_without_a_file():
         ("allow = []", ""),
     ],
 )
-def test_who_may_read(rule: str, admitted: str, tmp_path: Path):
+def test_who_may_read(rule: str, admitted: str, tmp_path):
     access = rules(tmp_path / "a.toml", f'[[dataset]]\nname = "c4-*"\n{rule}\n')
     allowed = [peer.peer_id[0] for peer in (ANNE, BERT, CARL) if access.check(peer, "c4-en", ID, 9, 0.0) is None]
     assert "".join(allowed) == admitted
@@ -49,7 +49,7 @@ def test_who_may_read(rule: str, admitted: str, tmp_path: Path):
     access.close()
 
 
-def test_a_quota_holds_over_restarts_and_ends_with_the_day(tmp_path: Path):
+def test_a_quota_holds_over_restarts_and_ends_with_the_day(tmp_path):
     text = f'[[dataset]]\nid = "{ID}"\nbytes_per_day = "100"\norg_bytes_per_day = 150\n'
     access = rules(tmp_path / "a.toml", text)
     assert access.check(ANNE, "x", ID, 60, 5.0) is None
@@ -64,7 +64,7 @@ def test_a_quota_holds_over_restarts_and_ends_with_the_day(tmp_path: Path):
     access.close(), again.close()
 
 
-def test_rules_are_read_again_and_garbled_ones_let_nobody_in(tmp_path: Path):
+def test_rules_are_read_again_and_garbled_ones_let_nobody_in(tmp_path):
     path = tmp_path / "a.toml"
     access = rules(path, "")
     assert access.check(ANNE, "x", ID, 9, 0.0) is None
@@ -93,7 +93,7 @@ def test_rules_are_read_again_and_garbled_ones_let_nobody_in(tmp_path: Path):
         ("\x00", r"a\.toml:1: expected TOML"),
     ],
 )
-def test_rules_that_make_no_sense(text: str, message: str, tmp_path: Path):
+def test_rules_that_make_no_sense(text: str, message: str, tmp_path):
     with pytest.raises(UsageError, match=message):
         rules(tmp_path / "a.toml", text)
 
@@ -107,7 +107,7 @@ def events(path: Path) -> list[dict]:
     return [json.loads(line) for part in (*parts, path) for line in part.read_text().splitlines()]
 
 
-def test_events_follow_each_other_through_restarts(tmp_path: Path):
+def test_events_follow_each_other_through_restarts(tmp_path):
     path = tmp_path / "deep" / "audit.log"
     with AuditLog(path) as log:
         log.append("refused", peer="a", reason="revoked")
@@ -124,7 +124,7 @@ def test_events_follow_each_other_through_restarts(tmp_path: Path):
         assert file.stat().st_mode & 0o777 == 0o600 and b"\x1b" not in file.read_bytes()
 
 
-def test_refusals_are_counted_by_peer_and_kind_whatever_their_text(tmp_path: Path):
+def test_refusals_are_counted_by_peer_and_kind_whatever_their_text(tmp_path):
     """One certificate, a day long, each refusal with another text: no line of before is pushed out."""
     path, clock = tmp_path / "audit.log", [0.0]
     with AuditLog(path, now=lambda: clock[0]) as log:
@@ -137,7 +137,7 @@ def test_refusals_are_counted_by_peer_and_kind_whatever_their_text(tmp_path: Pat
     assert sum(event["repeats"] or 1 for event in of_evil) == 1000
 
 
-def test_many_addresses_are_counted_together(tmp_path: Path):
+def test_many_addresses_are_counted_together(tmp_path):
     path, clock = tmp_path / "audit.log", [0.0]
     with AuditLog(path, now=lambda: clock[0]) as log:
         for number in range(10_000):
@@ -148,7 +148,7 @@ def test_many_addresses_are_counted_together(tmp_path: Path):
     assert any(event["kind"] == "refused" for event in result)
 
 
-def test_a_flood_fills_no_disk_and_washes_no_decision_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_flood_fills_no_disk_and_washes_no_decision_away(tmp_path, monkeypatch):
     path, clock = tmp_path / "audit.log", [0.0]
     monkeypatch.setattr(audit, "MAX_PART_BYTES", 2000)
     monkeypatch.setattr(audit, "NUM_PARTS", 3)
@@ -163,7 +163,7 @@ def test_a_flood_fills_no_disk_and_washes_no_decision_away(tmp_path: Path, monke
     assert [event["kind"] for event in events(log.decisions_path)] == ["ban"]
 
 
-def test_a_disk_that_takes_no_line_is_told(tmp_path: Path):
+def test_a_disk_that_takes_no_line_is_told(tmp_path):
     with pytest.raises(OSError, match="directory"):
         AuditLog(tmp_path)
     with AuditLog(tmp_path / "audit.log") as log, pytest.MonkeyPatch.context() as patch:

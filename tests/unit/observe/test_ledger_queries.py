@@ -30,7 +30,7 @@ PEERS = {"w0": peer_id_of(b"0" * 32), "w1": peer_id_of(b"1" * 32)}
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path) -> Dataset:
     (tmp_path / "data" / "slices").mkdir(parents=True)
     token = 0
     for index, lengths in enumerate(LENGTHS):
@@ -76,7 +76,7 @@ def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = Fals
 
 
 @pytest.fixture
-def job(tmp_path: Path, dataset: Dataset) -> Job:
+def job(tmp_path, dataset: Dataset) -> Job:
     seen = train(tmp_path / "ledger.jsonl", dataset)
     return open_index(tmp_path / "ledger.jsonl"), seen
 
@@ -97,7 +97,7 @@ def test_every_step_of_every_worker_is_found(job: Job, dataset: Dataset):
             blame_step(index, step, worker=worker)
 
 
-def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path: Path, dataset: Dataset):
+def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path, dataset: Dataset):
     seen = train(tmp_path / "ledger.jsonl", dataset, one_worker=True)
     index = open_index(tmp_path / "ledger.jsonl")
     assert len(index.workers) == 1
@@ -133,7 +133,7 @@ def test_whoever_saw_a_document_is_found(job: Job, dataset: Dataset):
         who_saw(index, 3, 0, 1)
 
 
-def test_all_tables_say_the_same(job: Job, tmp_path: Path):
+def test_all_tables_say_the_same(job: Job, tmp_path):
     index, seen = job
     for form in ("jsonl", "parquet"):
         assert export_uses(index, tmp_path / form, form, sample_ids=True) == len(index.uses)
@@ -155,7 +155,7 @@ def write_roster(directory: Path, rows: list[Stepped]) -> None:
     roster.close()
 
 
-def test_the_coordinators_log_is_proved(tmp_path: Path):
+def test_the_coordinators_log_is_proved(tmp_path):
     full = [Stepped(1, 0, 4, 0, 4), Stepped(1, 4, 9, 16, 4), Stepped(2, 6, 20, 24, 4)]
     write_roster(tmp_path / "a", full)
     report = verify_steps(tmp_path / "a")

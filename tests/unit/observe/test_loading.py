@@ -17,11 +17,11 @@ from support.feeding import make_dataset
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return make_dataset(tmp_path / "small", 3, 100, 10)
 
 
-def test_progress_gives_every_batch_and_is_silent_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture):
+def test_progress_gives_every_batch_and_is_silent_without_a_terminal(folder: Path, capsys):
     assert sum(len(batch) for batch in progress(Loader(folder, seq_len=10, batch_size=7))) == 300
     assert capsys.readouterr() == ("", "")
 
@@ -56,7 +56,7 @@ def test_a_wait_goes_to_network_then_disk_then_the_rest():
     assert waits.seconds["network"] == 1.5 and waits.seconds["queue"] == 0
 
 
-def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture):
+def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog):
     now = 0.0
     waits = WaitTimes(lambda: now, every_s=30.0)
     waits.seconds["network"] = 20.0
@@ -86,7 +86,7 @@ def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path):
     assert [metrics["epoch"] for metrics, _ in calls] == [0, 1, 2]
 
 
-def test_callbacks_of_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_callbacks_of_loggers(folder: Path, monkeypatch):
     logged = []
     run = SimpleNamespace(log=lambda metrics, step: logged.append(("wandb", metrics["data/tokens"], step)))
     writer = SimpleNamespace(add_scalar=lambda name, value, step: logged.append((name, value, step)))

@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,7 +86,7 @@ def test_a_batch_that_cannot_be_is_refused():
     assert "expected a sample for each of 8 ranks, got 4" in make_plan(job(batch=4, world_size=8)).refused[0]
 
 
-def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.CaptureFixture[str]):
+def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys):
     command = ["plan", "--shards", "--bytes", "2TB", "--slice-bytes", "215GB", "--bandwidth", "1Gb/s", "--json"]
     assert main([*command, "--disk", "750GB"]) == 0
     reported = json.loads(capsys.readouterr().out)
@@ -170,7 +169,7 @@ def test_wrong_arguments_are_said_so():
         make_plan(job(size=100))
 
 
-def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(tmp_path, capsys):
     dataset = make_dataset(tmp_path / "data", 8, 64, 256)
     common = f"plan {dataset} --seq-len 256 --global-batch-size 8 --bandwidth 1Gb/s --step-s 0.1".split()
     assert main([*common, *f"--json --disk {tmp_path} --memory 8GB".split()]) == 0

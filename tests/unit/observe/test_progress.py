@@ -3,8 +3,6 @@
 import io
 import sys
 
-import pytest
-
 from forebay.cli.arguments import plain
 from forebay.observe import progress
 from forebay.observe.progress import PrepareBar
@@ -16,7 +14,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_shows_them(monkeypatch: pytest.MonkeyPatch):
+def test_a_bar_shows_them(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -32,7 +30,7 @@ def test_a_bar_shows_them(monkeypatch: pytest.MonkeyPatch):
     assert "filter" in shown and "slice" in shown
 
 
-def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch):
+def test_lines_without_a_terminal(monkeypatch):
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
     monkeypatch.setattr(progress, "LINE_S", 0.0)

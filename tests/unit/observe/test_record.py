@@ -3,7 +3,6 @@
 import contextlib
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path: Path):
+def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path):
     record = RunRecord(tmp_path, interval_s=1.0, max_bytes=20_000)
     for moment in range(3000):
         record.add(view(float(moment)))
@@ -32,14 +31,14 @@ def test_a_full_file_is_thinned_and_its_interval_doubles(tmp_path: Path):
     assert max(gaps) <= 2.5 * min(gaps)
 
 
-def test_views_that_follow_too_soon_are_not_written(tmp_path: Path):
+def test_views_that_follow_too_soon_are_not_written(tmp_path):
     record = RunRecord(tmp_path, interval_s=2.0)
     for tenth in range(100):
         record.add(view(tenth / 10))
     assert len(RecordReader(tmp_path).times()) in (5, 6)
 
 
-def test_ranks_share_a_folder_and_are_merged(tmp_path: Path):
+def test_ranks_share_a_folder_and_are_merged(tmp_path):
     for rank in range(3):
         record = RunRecord(tmp_path, f"rank-{rank}")
         for moment in (10.0, 20.0, 30.0):
@@ -53,7 +52,7 @@ def test_ranks_share_a_folder_and_are_merged(tmp_path: Path):
     assert reader.latest()["at"] == pytest.approx(30.2)
 
 
-def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path: Path):
+def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path):
     record = RunRecord(tmp_path)
     record.add(view(1.0))
     with record.path.open("ab") as file:
@@ -68,7 +67,7 @@ def test_lines_that_were_cut_are_ignored_and_the_next_process_goes_on(tmp_path: 
     ]
 
 
-def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_path: Path):
+def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_path):
     with pytest.raises(UsageError, match="expected a folder with the record of a run"):
         RecordReader(tmp_path)
     (tmp_path / "file").write_text("")
@@ -82,9 +81,7 @@ def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_p
 @pytest.mark.parametrize(
     "line", [b'{"at":1.0}', b'{"at":1.0,"title":7,"state":[],"workers":3}', b'{"at":1.0,"figures":{"x":1}}']
 )
-def test_a_record_of_another_shape_is_one_line_of_error(
-    line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_record_of_another_shape_is_one_line_of_error(line: bytes, tmp_path, capsys):
     (tmp_path / "x.views.jsonl").write_bytes(line + b"\n")
     assert main(["top", str(tmp_path)]) == 1
     error = capsys.readouterr().err

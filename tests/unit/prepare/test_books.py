@@ -64,7 +64,7 @@ def only(path: Path, **options: Any) -> Record:
     return record
 
 
-def test_a_book_is_a_document_with_its_metadata(tmp_path: Path):
+def test_a_book_is_a_document_with_its_metadata(tmp_path):
     (tmp_path / "book").write_bytes(epub())
     (tmp_path / "paper").write_bytes((GOLDEN / "sample.pdf").read_bytes())
     (tmp_path / "q.pdf.gz").write_bytes(gzip.compress((GOLDEN / "sample.pdf").read_bytes()))
@@ -93,14 +93,14 @@ def test_a_book_is_a_document_with_its_metadata(tmp_path: Path):
         ),
     ],
 )
-def test_an_epub_that_is_damaged_encrypted_or_a_bomb(tmp_path: Path, changes: dict[str, str], match: str):
+def test_an_epub_that_is_damaged_encrypted_or_a_bomb(tmp_path, changes: dict[str, str], match: str):
     path = tmp_path / "a.epub"
     path.write_bytes(epub(**changes))
     record = only(path, max_document_bytes=200_000)
     assert re.search(match, record.problem), record.problem
 
 
-def test_fonts_of_an_epub_may_be_encrypted_its_text_may_not_and_entities_do_not_explode(tmp_path: Path):
+def test_fonts_of_an_epub_may_be_encrypted_its_text_may_not_and_entities_do_not_explode(tmp_path):
     path = tmp_path / "a.epub"
     fonts = '<e><CipherReference URI="OEBPS/fonts/a.otf"/></e>'
     path.write_bytes(epub(**{"META-INF/encryption.xml": fonts}))
@@ -116,7 +116,7 @@ def test_fonts_of_an_epub_may_be_encrypted_its_text_may_not_and_entities_do_not_
     assert "encrypted" in only(path).problem
 
 
-def test_a_pdf_that_is_damaged_encrypted_a_scan_or_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_pdf_that_is_damaged_encrypted_a_scan_or_large(tmp_path, monkeypatch):
     path, data = tmp_path / "a.pdf", (GOLDEN / "sample.pdf").read_bytes()
     assert only(GOLDEN / "encrypted.pdf").problem.startswith("expected a PDF that opens without a password")
     path.write_bytes(b"%PDF-1.7\nnothing of the kind")
@@ -130,7 +130,7 @@ def test_a_pdf_that_is_damaged_encrypted_a_scan_or_large(tmp_path: Path, monkeyp
     assert only(GOLDEN / "sample.pdf", max_document_bytes=20).problem == "more text than max_document_bytes, 20"
 
 
-def test_pdf_without_its_package_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch):
+def test_pdf_without_its_package_is_an_error_with_advice(monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
     with pytest.raises(MissingPackageError, match=r"pypdfium2\. Install it with: pip install"):
         read(GOLDEN / "sample.pdf")

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from forebay.prepare import compiled
 
 
-def test_what_others_may_write_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_others_may_write_is_not_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     inner = compiled._directory.__wrapped__

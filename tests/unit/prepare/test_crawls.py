@@ -38,7 +38,7 @@ def texts(records: list[Record]) -> list[str]:
     return [record.text for record in records if not record.problem]
 
 
-def test_a_damaged_member_costs_itself_alone(tmp_path: Path):
+def test_a_damaged_member_costs_itself_alone(tmp_path):
     members = [gzip.compress(warc_record(f"text {i} ".encode() * 500), mtime=0) for i in range(5)]
     for index in (0, 2, 4):
         for position in (12, len(members[index]) // 2, len(members[index]) - 6):  # deflate data, and the checksum
@@ -53,14 +53,14 @@ def test_a_damaged_member_costs_itself_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [0, 5, 40, 10_000, None])
-def test_wrong_lengths(tmp_path: Path, length: int | None, packed: bool):
+def test_wrong_lengths(tmp_path, length: int | None, packed: bool):
     data = warc_record(b"the first text", length=length) + warc_record(b"the second")
     path = tmp_path / ("a.warc.gz" if packed else "a.warc")
     path.write_bytes(gzip.compress(data) if packed else data)
     assert texts(documents(path)) == ["the first text", "the second"]
 
 
-def test_caps(tmp_path: Path):
+def test_caps(tmp_path):
     bomb = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\n\r\n"
     bomb += gzip.compress(b"<html>" + b"a" * 3_000_000)
     path = tmp_path / "a.warc"
@@ -80,7 +80,7 @@ def test_character_sets():
     assert body_text("日本語".encode("iso-2022-jp"), "iso-2022-jp", False) == "日本語"
 
 
-def test_arc_versions(tmp_path: Path):
+def test_arc_versions(tmp_path):
     head = b"filedesc://a.arc 0.0.0.0 20080430204825 text/plain 3\nabc\n"
     body = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>hello"
     item = b"http://a.b/with a blank 1.2.3.4 20080430204825 text/html %d\n%s\n" % (len(body), body)
@@ -112,7 +112,7 @@ def test_no_garbage_hides_what_follows(garbage: bytes, index: int, packed: bool)
     assert [text[:6] for text in texts(result)] == ["text 0", "text 1", "text 2"]
 
 
-def test_hostile_archives_are_read(tmp_path: Path):
+def test_hostile_archives_are_read(tmp_path):
     path = tmp_path / "a.warc"
     for part in (
         b"WARC/1.0\r\n",
@@ -134,7 +134,7 @@ def response(body: str, mime: str, url: str, status: int = 200) -> bytes:
     return warc_record(block, "response", "application/http; msgtype=response", url=url)
 
 
-def test_files_for_programs_are_no_documents(tmp_path: Path):
+def test_files_for_programs_are_no_documents(tmp_path):
     page = "<html><body><p>A page.</p></body></html>"
     retained = [("http://a/page", "text/html"), ("http://a/notes.txt", "text/plain"), ("http://a/x.xml", "text/html"),
             ("http://a/about/robots", "text/plain"), ("http://a/p?f=x.htc", "text/html")]  # fmt: skip
@@ -147,7 +147,7 @@ def test_files_for_programs_are_no_documents(tmp_path: Path):
     assert [record.url for record in documents(path)] == [url for url, _ in retained]
 
 
-def test_an_archive_without_documents_says_what_it_has(tmp_path: Path):
+def test_an_archive_without_documents_says_what_it_has(tmp_path):
     parts = [response("x", "image/png", "http://a/"), response("x", "text/html", "http://b/", 404)] * 2
     (tmp_path / "a.warc").write_bytes(b"".join([*parts, warc_record(b"GET / HTTP/1.1", "request", "application/http")]))
     (record,) = documents(tmp_path / "a.warc")

@@ -69,7 +69,7 @@ def rows(dataset: Dataset) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_child_has_the_slices_of_its_parent_first(tmp_path: Path, shuffle: bool, monkeypatch: pytest.MonkeyPatch):
+def test_the_child_has_the_slices_of_its_parent_first(tmp_path, shuffle: bool, monkeypatch):
     monkeypatch.setattr(slicing, "_GATHERED", 2)
     settings = {"slice": {"bytes": 1 << 14, "shuffle": shuffle}}
     before = write_texts(tmp_path / "first", 0, 40)
@@ -93,7 +93,7 @@ def test_the_child_has_the_slices_of_its_parent_first(tmp_path: Path, shuffle: b
 @pytest.mark.parametrize(
     "methods", ["exact", "lines", "sentences", "substring", "exact minhash signatures", "lines sentences signatures"]
 )
-def test_new_documents_are_compared_with_the_parents(tmp_path: Path, methods: str, monkeypatch: pytest.MonkeyPatch):
+def test_new_documents_are_compared_with_the_parents(tmp_path, methods: str, monkeypatch):
     dedup = {"dedup": dict.fromkeys(methods.split(), True)}
     before = write_texts(tmp_path / "first", 0, 40)
     parent = grow(tmp_path / "first", tmp_path / "old", **dedup)
@@ -110,7 +110,7 @@ def test_new_documents_are_compared_with_the_parents(tmp_path: Path, methods: st
     assert grow(tmp_path / "second", tmp_path / "without", **dedup).documents_out == 23
 
 
-def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Path):
+def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path):
     dedup = {"dedup": {"exact": True, "lines": True, "signatures": True}}
     first, second = write_texts(tmp_path / "first", 0, 30), write_texts(tmp_path / "second", 30, 10)
     shutil.copy(tmp_path / "first/00007.txt", tmp_path / "first/z.txt")
@@ -138,7 +138,7 @@ def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Pat
         prepare(third, tmp_path / "x", settings=dedup, to="jsonl")
 
 
-def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Path, tmp_path: Path):
+def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Path, tmp_path):
     line = open_dataset(old).document(4).text.splitlines()[2]
     path = write_jsonl(tmp_path / "in.jsonl", [f"{name * 30}\n{line}\n{name * 31}" for name in "ab"])
     result = grow(path, tmp_path / "new", old, dedup={"lines": True})
@@ -147,7 +147,7 @@ def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Pa
     assert funnel["changed"] == {"lines cut": 2} and funnel["documents_out"] == 2
 
 
-def test_addresses_are_compared_where_the_parent_has_them(tmp_path: Path):
+def test_addresses_are_compared_where_the_parent_has_them(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", [{"text": "a text", "url": "https://x.org/1"}, {"text": "b", "url": ""}])
     b = write_jsonl(tmp_path / "b.jsonl", [{"text": "c text", "url": "http://www.x.org/1"}, {"text": "c", "url": ""}])
     dedup = {"dedup": {"url": True}}
@@ -165,7 +165,7 @@ def test_addresses_are_compared_where_the_parent_has_them(tmp_path: Path):
         grow(b, tmp_path / "c", tmp_path / "plain", ids=True)
 
 
-def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch: pytest.MonkeyPatch):
+def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch):
     dataset = open_dataset(old)
     monkeypatch.setattr("forebay.prepare.extend._PART_TOKENS", 1000)
     source = ParentDocuments(str(old), dataset.id, False)
@@ -173,7 +173,7 @@ def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch: pytes
     assert [document["text"] for part in source.parts() for document in source.read(part)] == all_texts(dataset)
 
 
-def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path: Path):
+def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path):
     trained = {"tokenize": {"tokenizer": "train:300"}}
     parent = grow(second, tmp_path / "old", **trained).open()
     write_texts(tmp_path / "third", 70, 10)
@@ -183,7 +183,7 @@ def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path: Path):
         assert child.manifest.tokenizer == "train:300" and len(child) == 40
 
 
-def test_rows_are_extended(second: Path, tmp_path: Path):
+def test_rows_are_extended(second: Path, tmp_path):
     table = {"rows": {"max_tokens": 128}}
     parent = grow(second.parent / "first", tmp_path / "old", **table).open()
     child = grow(second, tmp_path / "new", parent.path, **table).open()
@@ -205,7 +205,7 @@ def save_letters(path: Path, normalizer: Any = None) -> dict:
     return {"tokenize": {"tokenizer": str(path), "eos": False}}
 
 
-def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: Path, tmp_path: Path):
+def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: Path, tmp_path):
     shutil.copytree(old / "slices", tmp_path / "imported" / "slices")
     import_slices(tmp_path / "imported")
     cases = [
@@ -228,7 +228,7 @@ def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: P
     assert not (tmp_path / "new").exists()
 
 
-def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path: Path):
+def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path):
     settings = save_letters(tmp_path / "nfc.json", normalizers.NFC())
     grow(second, tmp_path / "old", **settings)
     with pytest.raises(UsageError, match="ids decode to the same text"):
@@ -236,7 +236,7 @@ def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path
     assert grow(second, tmp_path / "new", tmp_path / "old", **settings).documents_out == 30
 
 
-def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path: Path):
+def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path):
     shutil.copytree(old, tmp_path / "old")
     path = tmp_path / "old/slices/000001.safetensors"
     data = path.read_bytes()
@@ -246,7 +246,7 @@ def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path: Path):
     assert not (tmp_path / "new/manifest.json").exists()
 
 
-def test_without_hard_links_slices_are_copied(old: Path, second: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_hard_links_slices_are_copied(old: Path, second: Path, tmp_path, monkeypatch):
     linked = grow(second, tmp_path / "linked", old)
 
     def refuse(*_):
@@ -259,9 +259,7 @@ def test_without_hard_links_slices_are_copied(old: Path, second: Path, tmp_path:
 
 
 @pytest.mark.parametrize("extended", [True, False])
-def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(
-    old: Path, second: Path, tmp_path: Path, extended: bool
-):
+def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(old: Path, second: Path, tmp_path, extended: bool):
     """Slices of equal sizes under one name: runs with and without --extend that were stopped, and one that was not."""
     sizes, before = {"slice": {"tokens": 5000}}, contents(old)
     plans = [old, None] if extended else [None, old]

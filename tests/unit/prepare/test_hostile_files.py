@@ -35,7 +35,7 @@ PAGE = b"<html><body><p>words</p></body></html>"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "warc", "jsonl.gz"])
-def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+def test_text_beyond_the_limit_is_left_out(tmp_path, monkeypatch, kind: str):
     """One text of 1 MiB, 40 times, in a file of a few KB; the limit is 8 MiB here."""
     monkeypatch.setattr(compression, "MIN_UNPACKED_BYTES", 8 * MIB)
     path, text = tmp_path / f"a.{kind}", "a b " * (MIB // 4)
@@ -59,9 +59,7 @@ def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "file"])
 @pytest.mark.parametrize("packed", [True, False], ids=["gz", "plain"])
-def test_a_batch_larger_than_memory_should_hold_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, packed: bool
-):
+def test_a_batch_larger_than_memory_should_hold_is_refused(tmp_path, monkeypatch, stream: bool, packed: bool):
     monkeypatch.setattr(ipc, "MAX_BUFFERED_BYTES", 16 * MIB)
     path = tmp_path / "a.arrow"
     small = pa.record_batch([pa.array(["x" * 100] * 30, pa.large_string())], ["text"])
@@ -76,13 +74,13 @@ def test_a_batch_larger_than_memory_should_hold_is_refused(
     assert expected in problems(path)[0]
 
 
-def test_heads_that_do_not_end_cost_little_and_lose_nothing(tmp_path: Path):
+def test_heads_that_do_not_end_cost_little_and_lose_nothing(tmp_path):
     path = tmp_path / "a.warc"
     path.write_bytes(http(PAGE) + b"WARC/1.0\nA:\n" * 300 + http(PAGE) * 400)
     assert len(good_texts(path)) == 401 and problems(path) == ["a WARC header that does not end"] * 300
 
 
-def test_a_piece_of_malformed_records_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_piece_of_malformed_records_is_left(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 900 + "x\n" * 5000)
     result = records(path)
@@ -93,13 +91,13 @@ def test_a_piece_of_malformed_records_is_left(tmp_path: Path, monkeypatch: pytes
     assert "1001 records in a row hold no document" in records(path)[-1].problem
 
 
-def test_a_sample_of_a_tar_is_bounded(tmp_path: Path):
+def test_a_sample_of_a_tar_is_bounded(tmp_path):
     path = tmp_path / "a.tar"
     path.write_bytes(tar_bytes(dict.fromkeys([*(f"a.{i}.bin" for i in range(1001)), "b.txt"], b"")))
     assert problems(path) == ["a sample of more than 1000 members, or twice max_document_bytes"]
 
 
-def test_an_object_of_millions_of_values_is_refused_and_text_full_of_commas_is_not(tmp_path: Path):
+def test_an_object_of_millions_of_values_is_refused_and_text_full_of_commas_is_not(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, ['1,[2],{"3"},' * 500_000])
     assert [len(text) for text in good_texts(path)] == [6_000_000]

@@ -31,7 +31,7 @@ LENIENT = {"max_error_rate": 0.5}
 
 
 @pytest.fixture
-def everyday(tmp_path: Path) -> Path:
+def everyday(tmp_path) -> Path:
     """Return a folder as people have them."""
     folder = tmp_path / "in"
     folder.mkdir()
@@ -52,7 +52,7 @@ def skipped(out: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("to", ["dataset", "parquet"])
-def test_a_bad_file_is_set_aside(everyday: Path, tmp_path: Path, to: str):
+def test_a_bad_file_is_set_aside(everyday: Path, tmp_path, to: str):
     out, messages = tmp_path / "out", list[str]()
     result = prepare(everyday, out, to=to, on_message=messages.append, settings=LENIENT)
     assert (result.documents_out, result.documents_in) == (62, 63)
@@ -108,9 +108,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("way", FAILURES)
-def test_an_input_that_fails_is_told_everywhere_and_counts_by_its_bytes(
-    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_input_that_fails_is_told_everywhere_and_counts_by_its_bytes(way: str, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("forebay.formats.inputs._BUFFER_BYTES", 1 << 10)  # to which what is missing is known
     monkeypatch.setattr("forebay.prepare.inputs.MAX_MALFORMED", 100)
     name, data, reason, share = FAILURES[way]
@@ -150,7 +148,7 @@ def test_an_input_that_fails_is_told_everywhere_and_counts_by_its_bytes(
     assert main([*command, str(tmp_path / "named"), str(good), str(source / "sub" / name)]) == (share == 1)
 
 
-def test_a_folder_and_a_file_that_may_not_be_read(tmp_path: Path):
+def test_a_folder_and_a_file_that_may_not_be_read(tmp_path):
     """As another user than root, whom nothing is refused."""
     with tempfile.TemporaryDirectory() as name:
         source, user = Path(name) / "in", os.geteuid()
@@ -176,7 +174,7 @@ def test_a_folder_and_a_file_that_may_not_be_read(tmp_path: Path):
     assert count_failed(listed.skipped, listed.files, 700)["share"] == 1  # nobody knows what is in a folder
 
 
-def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path: Path):
+def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path):
     source = tmp_path / "in"
     (source / "sub").mkdir(parents=True)
     for name in ("a.txt", "sub/b.txt", "style.css", "sub/code.js", "logo.svg", "a.cdx.gz", "a.warc.md5",
@@ -203,13 +201,13 @@ def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path: P
         ("a.jsonl", b'{"meta": {"content": "t"}}\n', ""),
     ],
 )  # fmt: skip
-def test_the_field_of_the_text_is_that_of_each_file(name: str, data: bytes, key: str, tmp_path: Path):
+def test_the_field_of_the_text_is_that_of_each_file(name: str, data: bytes, key: str, tmp_path):
     (tmp_path / name).write_bytes(data)
     assert [file.text_key for file in find_inputs(tmp_path, ReadOptions()).files] == [key]
     assert find_inputs(tmp_path, ReadOptions(text_keys=("text",))).files[0].text_key == ""
 
 
-def test_when_all_is_dropped_the_report_says_why(tmp_path: Path):
+def test_when_all_is_dropped_the_report_says_why(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["too short", "short"])
     for to in ("dataset", "parquet"):
         with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. See .*report\.html"):
@@ -219,7 +217,7 @@ def test_when_all_is_dropped_the_report_says_why(tmp_path: Path):
         assert len(report["samples"]) == 2
 
 
-def test_a_document_over_which_the_stages_end_is_rejected_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_document_over_which_the_stages_end_is_rejected_alone(tmp_path, monkeypatch):
     """`tests/slow/prepare/test_sandbox.py` has processes that end."""
 
     class Worker(InProcessWorker):
@@ -236,7 +234,7 @@ def test_a_document_over_which_the_stages_end_is_rejected_alone(tmp_path: Path, 
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def corpus(tmp_path, monkeypatch) -> Path:
     """Return a folder of two files, which are read in many pieces."""
     monkeypatch.setattr(lines, "SPLIT_BYTES", 500)
     (tmp_path / "corpus").mkdir()
@@ -254,7 +252,7 @@ def stop_in_stage(stage: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("settings", [{"slice": {"shuffle": True}}, {"sample": 0.5}])
-def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, settings: dict):
+def test_the_same_content_is_the_same_dataset(tmp_path, corpus: Path, settings: dict):
     """Wherever it and the evaluation sets are, whenever they were written; with other sets it is another one."""
     exam = write_jsonl(corpus.parent / "exam.jsonl", ["Not one document of the corpus has these words of a question."])
     first = prepare(corpus, tmp_path / "one/d", settings={**settings, "decontaminate": {"sets": [str(exam)]}})
@@ -270,7 +268,7 @@ def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, sett
     assert str(tmp_path).encode() not in (tmp_path / "one/d/manifest.json").read_bytes()
 
 
-def test_a_file_that_changed_between_runs_is_read_again(tmp_path: Path, corpus: Path):
+def test_a_file_that_changed_between_runs_is_read_again(tmp_path, corpus: Path):
     with pytest.raises(KeyboardInterrupt):
         prepare(corpus, tmp_path / "d", on_progress=stop_in_stage("encode"))
     data = (corpus / "a.jsonl").read_text()
@@ -284,7 +282,7 @@ def test_a_file_that_changed_between_runs_is_read_again(tmp_path: Path, corpus: 
         prepare(corpus, tmp_path / "d")
 
 
-def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path: Path, corpus: Path):
+def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path, corpus: Path):
     first = prepare(corpus, tmp_path / "d", to="parquet")
     fields = json.loads((tmp_path / "d/text.json").read_bytes())
     fields["lineage"]["versions"]["pyarrow"] = "0.1"
@@ -295,7 +293,7 @@ def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path: Path, corpus
     assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in messages[-1]
 
 
-def test_names_that_are_not_utf_8(tmp_path: Path):
+def test_names_that_are_not_utf_8(tmp_path):
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcde.txt"))
     path.write_text("text")
     prepare(path, tmp_path / "t", to="parquet")

@@ -52,7 +52,7 @@ def trained(tmp_path: Path, texts: Iterable[str], **options: Any) -> Path:
     return tmp_path / "m.arpa"
 
 
-def test_probabilities_by_hand(tmp_path: Path):
+def test_probabilities_by_hand(tmp_path):
     """ "a b a c . a b": counts of counts give no discounts, so that they are 0.5, 1 and 1.5.
 
     Bigrams: <s>a ab(2) ba ac c. .a b</s>. Left neighbours: a 3 (<s> b .), b 1, c 1, . 1, </s> 1; 7 in all.
@@ -75,7 +75,7 @@ WORDS = st.lists(st.lists(st.sampled_from("abcde"), min_size=1, max_size=12).map
 
 @given(WORDS, st.integers(2, 4), st.randoms())
 def test_probabilities_sum_to_one(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
     texts: list[str],
     order: int,
     chance: random.Random,
@@ -90,7 +90,7 @@ def test_probabilities_sum_to_one(
         assert sum(10 ** log_probability(model, context, word) for word in words) == pytest.approx(1, abs=1e-5)
 
 
-def test_limits_of_vocabulary(tmp_path: Path):
+def test_limits_of_vocabulary(tmp_path):
     summary = train_lm(CORPUS * 2, tmp_path / "m.arpa", order=3, vocab_limit=4)
     model = read_arpa(tmp_path / "m.arpa")
     assert {gram[0] for gram in model if len(gram) == 1} == {"<unk>", "<s>", "</s>", "the", ".", "a", "cat"}
@@ -98,7 +98,7 @@ def test_limits_of_vocabulary(tmp_path: Path):
     assert summary.ngrams == tuple(sum(len(gram) == n for gram in model) for n in (1, 2, 3))
 
 
-def test_refusals(tmp_path: Path):
+def test_refusals(tmp_path):
     out = tmp_path / "m.arpa"
     for name, value in (("order", 1), ("order", 9), ("vocab_limit", 0)):
         with pytest.raises(UsageError, match=f"^{name}: expected"):
@@ -114,7 +114,7 @@ def perplexities(stage: Perplexity, texts: list[str]) -> tuple[list[float], list
     return verdict.batch.column("perplexity").to_pylist(), verdict.drop.tolist()
 
 
-def test_prose_ranks_under_noise(tmp_path: Path):
+def test_prose_ranks_under_noise(tmp_path):
     pytest.importorskip("kenlm")
     path = trained(tmp_path, CORPUS)
     prose, noise = "The cat sat on the mat.", "Mat the on sat cat the ."
@@ -128,7 +128,7 @@ def test_prose_ranks_under_noise(tmp_path: Path):
     assert low == pytest.approx(10 ** (-score(read_arpa(path), 3, line) / 8), rel=1e-4)
 
 
-def test_models_that_are_none(tmp_path: Path):
+def test_models_that_are_none(tmp_path):
     pytest.importorskip("kenlm")
     (tmp_path / "bad.arpa").write_text("not a model")
     for name in ("bad.arpa", "missing.arpa"):

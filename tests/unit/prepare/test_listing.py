@@ -23,7 +23,7 @@ def listed(folder: Path, **how: bool) -> tuple[list[str], dict[str, str]]:
     return [str(Path(source.path).relative_to(folder)) for source in result.files], skipped
 
 
-def test_links_stay_inside_unless_asked(tmp_path: Path):
+def test_links_stay_inside_unless_asked(tmp_path):
     folder, other = tmp_path / "in", tmp_path / "other"
     (folder / "sub").mkdir(parents=True)
     (other / "deep").mkdir(parents=True)
@@ -45,7 +45,7 @@ def test_links_stay_inside_unless_asked(tmp_path: Path):
     assert listed(folder, follow_links=True) == (files, always | {"again/back": read_already, "folder": read_already})
 
 
-def test_side_files_are_inputs_where_they_describe_nothing(tmp_path: Path):
+def test_side_files_are_inputs_where_they_describe_nothing(tmp_path):
     for name in ("a.jsonl", "state.json", "cursor.json", "dataset_info.json", "_b.jsonl"):
         (tmp_path / name).write_text(LINE)
     assert len(listed(tmp_path)[0]) == 5
@@ -54,7 +54,7 @@ def test_side_files_are_inputs_where_they_describe_nothing(tmp_path: Path):
     assert listed(tmp_path) == (["_b.jsonl", "a.jsonl", "cursor.json"], side)
 
 
-def test_what_is_left_out_is_said_once_a_reason(tmp_path: Path):
+def test_what_is_left_out_is_said_once_a_reason(tmp_path):
     for name in ("a.xls", "b.docx", "c", "d\x1b[2J"):
         (tmp_path / name).write_bytes(b"\x01\x02\x03\x04\0\0\1\2")
     (tmp_path / ".git").mkdir()
@@ -66,7 +66,7 @@ def test_what_is_left_out_is_said_once_a_reason(tmp_path: Path):
     assert "\x1b" not in str(error.value)
 
 
-def test_a_stream_logs_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_stream_logs_what_it_leaves_out(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text(LINE * 20)
     (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     TextStream(tmp_path, tokenizer="bytes", batch_size=1, seq_len=8)
@@ -83,7 +83,7 @@ def test_damaged_utf_8_is_not_taken_for_another_encoding():
     assert find_encoding(bytes(range(256)) * 10) == "" and find_encoding(os.urandom(4096).replace(b"\0", b"\1")) == ""
 
 
-def test_a_file_that_changes_here_is_no_mixture(tmp_path: Path):
+def test_a_file_that_changes_here_is_no_mixture(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(LINE * 100)
     options = ReadOptions()
@@ -97,7 +97,7 @@ def test_a_file_that_changes_here_is_no_mixture(tmp_path: Path):
         list(read_split(piece, options))
 
 
-def test_pages_and_texts_beyond_the_first_bytes(tmp_path: Path):
+def test_pages_and_texts_beyond_the_first_bytes(tmp_path):
     page = '<html><head><meta charset="iso-8859-2"></head><body>zażółć gęślą jaźń</body></html>'
     (tmp_path / "a.html").write_bytes(page.encode("iso-8859-2"))
     (tmp_path / "b.txt").write_bytes(b"plain " * 20_000 + "Schöne Grüße".encode("latin-1"))

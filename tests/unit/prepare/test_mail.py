@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +42,7 @@ def raw(*bodies: bytes) -> bytes:
     return b"".join(b"From a@b Sat Jan  3 01:05:34 2004\n" + body + b"\n\n" for body in bodies)
 
 
-def test_a_message_is_a_document_with_its_headers_as_columns(tmp_path: Path):
+def test_a_message_is_a_document_with_its_headers_as_columns(tmp_path):
     mail = message(
         "Grüße\nFrom here on 10:30:00 in 2004\n",
         Subject="Über alles", From="Ä <a@b.org>", Date="Mon, 5 Jan 2004 10:30:00 +0200",
@@ -61,7 +60,7 @@ def test_a_message_is_a_document_with_its_headers_as_columns(tmp_path: Path):
     assert [record.text for record in records(packed)] == [first.text, "Second."]
 
 
-def test_the_plain_part_is_the_text_and_html_where_there_is_no_other(tmp_path: Path):
+def test_the_plain_part_is_the_text_and_html_where_there_is_no_other(tmp_path):
     both = message("Plain.")
     both.add_alternative("<p>Html.</p>", subtype="html")
     both.add_attachment("An attached text.", filename="a.txt")
@@ -78,7 +77,7 @@ def test_the_plain_part_is_the_text_and_html_where_there_is_no_other(tmp_path: P
     ]
 
 
-def test_charsets_transfer_encodings_flowed_lines_and_quotes(tmp_path: Path):
+def test_charsets_transfer_encodings_flowed_lines_and_quotes(tmp_path):
     path = tmp_path / "a.mbox"
     flowed = b"Content-Type: text/plain; charset=utf-8; format=flowed%b\n\n> quoted \n> on\nlong \nline\n-- \nme"
     path.write_bytes(
@@ -109,7 +108,7 @@ def test_charsets_transfer_encodings_flowed_lines_and_quotes(tmp_path: Path):
     step=st.integers(1, 200),
 )
 def test_every_message_is_in_one_part_wherever_the_borders_are(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], newline: bytes, step: int
+    tmp_path_factory, texts: list[str], newline: bytes, step: int
 ):
     path = tmp_path_factory.getbasetemp() / "borders.mbox"
     data = raw(*(f"Message-ID: <{i}>\n\nx{text}".encode() for i, text in enumerate(texts)))
@@ -126,7 +125,7 @@ def test_every_message_is_in_one_part_wherever_the_borders_are(
     assert [(r.start, r.text) for r in again] == [(full[-1].start, full[-1].text)]
 
 
-def test_damaged_messages_are_malformed_with_a_reason(tmp_path: Path):
+def test_damaged_messages_are_malformed_with_a_reason(tmp_path):
     path = tmp_path / "a.mbox"
     nested = b"".join(b"Content-Type: multipart/mixed; boundary=b%d\n\n--b%d\n" % (i, i) for i in range(2000))
     path.write_bytes(

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,9 +36,7 @@ def test_no_run_of_rows_touches_more_than_the_budget(sizes: list[tuple[int, int]
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_a_page_too_large_is_told_and_the_next_row_group_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
-):
+def test_a_page_too_large_is_told_and_the_next_row_group_read(tmp_path, monkeypatch, version: str):
     path, schema = tmp_path / "x.parquet", pa.schema([("text", pa.string())])
     with pq.ParquetWriter(path, schema, use_dictionary=False, data_page_version=version) as writer:
         for text in ("first", "x" * 100_000, "last"):

@@ -21,7 +21,7 @@ def posts(tmp_path: Path, *rows: str) -> Path:
     return path
 
 
-def test_posts_and_damage(tmp_path: Path):
+def test_posts_and_damage(tmp_path):
     path = posts(
         tmp_path,
         row(1, more='Title="How &amp;lt; why"'),
@@ -52,7 +52,7 @@ def comment(number: int, body: str = "words", **more: object) -> dict:
     return {"id": f"c{number}", "body": body, "subreddit": "s", "link_id": "t3_x", "score": number, **more}
 
 
-def test_a_reddit_dump(tmp_path: Path):
+def test_a_reddit_dump(tmp_path):
     things = [
         comment(1, "a &gt; b"),
         comment(2, "[deleted]"),

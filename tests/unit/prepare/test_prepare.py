@@ -21,13 +21,13 @@ def documents(dataset: Dataset) -> list[list[int]]:
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source(tmp_path, monkeypatch) -> Path:
     """Return a file of `TEXTS`, which is read in many pieces."""
     monkeypatch.setattr(lines, "SPLIT_BYTES", 4096)
     return write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
 
-def test_every_document_once_in_order(source: Path, tmp_path: Path):
+def test_every_document_once_in_order(source: Path, tmp_path):
     seen = []
     result = prepare(source, tmp_path / "d", slice_bytes=4096, on_progress=seen.append)
     dataset = open_dataset(tmp_path / "d")
@@ -52,7 +52,7 @@ def test_every_document_once_in_order(source: Path, tmp_path: Path):
         assert done == sorted(done) and done[-1] == states[-1].total > 0
 
 
-def test_rejects_are_located(source: Path, tmp_path: Path):
+def test_rejects_are_located(source: Path, tmp_path):
     written = source.read_bytes().splitlines(keepends=True)
     invalid = {
         120: b'{"text": 5}\n',
@@ -71,7 +71,7 @@ def test_rejects_are_located(source: Path, tmp_path: Path):
     assert ids.read_text().split() == [f"{source}:{i + 1}" for i in range(300) if i not in invalid]
 
 
-def test_ids_come_from_the_input(tmp_path: Path):
+def test_ids_come_from_the_input(tmp_path):
     rows = ({"id": name, "text": text} for name, text in (("mine", "x"), ("empty", ""), (7, "y")))
     path, ids = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "ids"
     (tmp_path / "b.txt").write_text("text")
@@ -79,7 +79,7 @@ def test_ids_come_from_the_input(tmp_path: Path):
     assert ids.read_text().split() == ["mine", "7", str(tmp_path / "b.txt")] and result.dropped == {"empty": 1}
 
 
-def test_tokenizer_without_eos_and_large_vocabulary(tmp_path: Path):
+def test_tokenizer_without_eos_and_large_vocabulary(tmp_path):
     vocab = {f"w{i}": i for i in range(70_000)} | {"<unk>": 70_000}
     plain = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None}
     plain |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
@@ -92,7 +92,7 @@ def test_tokenizer_without_eos_and_large_vocabulary(tmp_path: Path):
     assert documents(dataset) == [[1, 69_999], [2]] and dataset.manifest.lineage["counts"]["dropped"] == {"empty": 1}
 
 
-def test_same_again_and_other_again(source: Path, tmp_path: Path):
+def test_same_again_and_other_again(source: Path, tmp_path):
     first = prepare(source, tmp_path / "d")
     killed = tmp_path / f"d/slices/.000000.safetensors.{HOST}.{2**22 + 1}.00000000.tmp"  # Above all ids of processes.
     killed.touch()
@@ -107,7 +107,7 @@ def test_same_again_and_other_again(source: Path, tmp_path: Path):
         prepare(source, tmp_path / "d")
 
 
-def test_wrong_use(source: Path, tmp_path: Path):
+def test_wrong_use(source: Path, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
@@ -140,7 +140,7 @@ def test_wrong_use(source: Path, tmp_path: Path):
         prepare(source, tmp_path / "bad.json")
 
 
-def test_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk(source: Path, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

@@ -42,7 +42,7 @@ def tenth(document: dict) -> bool:
     return not document["id"].endswith("0")
 
 
-def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path: Path):
+def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path):
     page = (ROOT / "docs/reference/preparation-record.md").read_text()
     rows = re.findall(r"^\| (`.+?`) \|", page, re.MULTILINE)
     keys = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
@@ -60,7 +60,7 @@ def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path: Path):
     assert shown == ["a worker was lost", "there are no CPUs", "a worker was lost"]
 
 
-def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path: Path):
+def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path):
     path, out = write_jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out"
     with pytest.raises(PrepareError, match="expected documents with text"):
         prepare(path, out, filters=["gopher_quality"])
@@ -75,7 +75,7 @@ def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path:
             read_progress(tmp_path)
 
 
-def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr("forebay.prepare.inputs.GROUP_BYTES", 1)
     monkeypatch.setattr("forebay.prepare.progress.WRITE_S", FOREVER_S)  # Between tasks alone.
     inputs, out = tmp_path / "in", tmp_path / "out"
@@ -150,7 +150,7 @@ def report(record: ProgressRecord, result_of: str, done: int) -> None:
     record.advance(done, "", done // 2, done // 2)
 
 
-def test_what_all_members_did_is_counted_once(tmp_path: Path):
+def test_what_all_members_did_is_counted_once(tmp_path):
     first, second = member(tmp_path, "0"), member(tmp_path, "1")
     for record in (first, second):
         report(record, "earlier", 10)  # by a call before the array
@@ -175,7 +175,7 @@ def test_what_all_members_did_is_counted_once(tmp_path: Path):
     assert read_progress(tmp_path)["stages"][0]["done"] == 100
 
 
-def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path: Path):
+def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path):
     stats = StageStats()
     stats.funnel["read"] = StageCount(50, 40)
     for name in ("0", "1"):
@@ -221,7 +221,7 @@ class Piece:
     name, label = "stem/piece-3", "crawl/\x1b[31m3.warc"
 
 
-def test_a_failure_counts_its_attempts_and_is_listed_until_the_task_is_finished(tmp_path: Path):
+def test_a_failure_counts_its_attempts_and_is_listed_until_the_task_is_finished(tmp_path):
     work = open_store(tmp_path)
     try:
         raise ValueError("row 7")

@@ -25,7 +25,7 @@ from support.preparing import good_texts, problems, write_jsonl
 from support.preparing import read_records as records
 
 
-def test_text_and_html_files_are_documents(tmp_path: Path):
+def test_text_and_html_files_are_documents(tmp_path):
     files = {
         "a.txt": b"\xef\xbb\xbfOne",
         "b.html": b"<!DOCTYPE html><p>Two",
@@ -46,7 +46,7 @@ def test_text_and_html_files_are_documents(tmp_path: Path):
     assert problems(tmp_path) == [unreadable, "not UTF-8: invalid start byte at byte 117"]
 
 
-def test_unknown_files_are_passed_over_unless_named(tmp_path: Path):
+def test_unknown_files_are_passed_over_unless_named(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / ".hidden.txt").write_text("b")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
@@ -89,7 +89,7 @@ def test_pieces_cover_each_line_once(sizes: list[int], piece: int, end: bytes, l
     assert [r.id for r in got if not r.problem] == [str(i) for i, fits in enumerate(short) if fits]
 
 
-def test_bad_lines_cost_themselves_only(tmp_path: Path):
+def test_bad_lines_cost_themselves_only(tmp_path):
     good = b'{"id": "g", "text": "good"}\n'
     invalid = {
         b'{"text": "\xff"}': "not UTF-8: invalid start byte at byte 10 of the line",
@@ -112,13 +112,13 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path):
         assert record.location.startswith("byte ") and len(record.text) <= 200
 
 
-def test_noncharacters_of_ours_are_taken_out(tmp_path: Path):
+def test_noncharacters_of_ours_are_taken_out(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [f"a{PROMPT_MARK}b{RESPONSE_MARK}c"])
     (tmp_path / "b.txt").write_text(f"a{PROMPT_MARK}bc", encoding="utf-8")
     assert good_texts(tmp_path) == ["abc", "abc"]
 
 
-def test_conversations(tmp_path: Path):
+def test_conversations(tmp_path):
     turns = [{"role": "user", "content": "Hi" + RESPONSE_MARK}, {"role": "assistant", "content": "Ho"}]
     write_jsonl(tmp_path / "a.jsonl", [{"m": turns}, {"m": [{"role": 1}]}])
     pq.write_table(pa.table({"m": [turns]}), tmp_path / "b.parquet")
@@ -132,7 +132,7 @@ def test_conversations(tmp_path: Path):
     assert problems(tmp_path / "a.jsonl", messages_key="m") == [shown]
 
 
-def test_csv_rows_that_are_wrong(tmp_path: Path):
+def test_csv_rows_that_are_wrong(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'id,text\r\n1,"a\r\n""b"""\r\n2\r\n3,c,d\r\n4,\xff\r\n5,"' + b"x" * 5000 + b'"\r\n6,good\r\n')
     got = records(path, max_document_bytes=1000)
@@ -151,7 +151,7 @@ def test_csv_rows_that_are_wrong(tmp_path: Path):
     assert len([r for r in got if not r.problem]) > 4000
 
 
-def test_tables_say_which_columns_there_are(tmp_path: Path):
+def test_tables_say_which_columns_there_are(tmp_path):
     pq.write_table(pa.table({"title": ["x"], "n": [1]}), tmp_path / "a.parquet")
     (failed,) = records(tmp_path / "a.parquet", text_key="main")
     assert failed.failed and "expected a text column 'main', got columns title: string, n: int64" in failed.problem
@@ -164,7 +164,7 @@ def test_tables_say_which_columns_there_are(tmp_path: Path):
     assert good_texts(tmp_path / "c.parquet") == ["ok"]
 
 
-def test_parquet_is_cut_by_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_parquet_is_cut_by_row_groups(tmp_path, monkeypatch):
     table = pa.table({"text": [str(i) * 10 for i in range(100)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     monkeypatch.setattr("forebay.formats.parquet.SPLIT_BYTES", 300)
@@ -173,7 +173,7 @@ def test_parquet_is_cut_by_row_groups(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sum(piece.bytes for piece in pieces) <= (tmp_path / "a.parquet").stat().st_size
 
 
-def test_tar_samples(tmp_path: Path):
+def test_tar_samples(tmp_path):
     path = tmp_path / "a.tar"
     long = "deep/" * 40 + "l.txt"
     members = {
@@ -211,7 +211,7 @@ def test_tar_samples(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar"]
 
 
-def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path: Path):
+def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path):
     rows = [
         {"id": "1", "title": "Head", "body": "Body", "url": "http://a.org"},
         {"id": "2", "title": "", "body": "Only", "url": ""},
@@ -231,7 +231,7 @@ def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path: Path):
     assert "expected columns with text" in problems(tmp_path / "a.parquet", text_keys=("none",))[0]
 
 
-def test_a_record_that_is_too_large_costs_itself_alone(tmp_path: Path):
+def test_a_record_that_is_too_large_costs_itself_alone(tmp_path):
     path = tmp_path / "a.tfrecord"
     convert(made_table({"text": ["a", "x" * 5000, "b"]}), path, "tfrecord", ConvertOptions())
     assert [r.problem[:8] for r in records(path, max_document_bytes=1000)] == ["", "a record", ""]

@@ -12,7 +12,7 @@ def records(path: Path, columns: dict[str, str]) -> list[Record]:
     return read_records(path, columns=columns)
 
 
-def test_fields_of_dumps_are_columns(tmp_path: Path):
+def test_fields_of_dumps_are_columns(tmp_path):
     posts = tmp_path / "Posts.xml"
     row = '<row Id="1" PostTypeId="1" Score="7" Tags="&lt;a&gt;" CreationDate="2020-01-02" Body="words" />'
     posts.write_text(f"<posts>\n{row}\n</posts>\n")
@@ -27,7 +27,7 @@ def test_fields_of_dumps_are_columns(tmp_path: Path):
     assert records(reddit, {"subreddit": "text", "score": "number"})[0].values == ("a", 5.0)
 
 
-def test_columns_are_filtered_and_written(tmp_path: Path):
+def test_columns_are_filtered_and_written(tmp_path):
     """From a tree of code to Parquet: documents of one licence, with their language."""
     (tmp_path / "a").mkdir()
     for name, text in (("x.py", "# SPDX-License-Identifier: MIT\n"), ("y.c", "int a;\n"), ("z.rs", "// words\n")):

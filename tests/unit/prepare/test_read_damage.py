@@ -5,7 +5,6 @@ import io
 import json
 import tarfile
 import zlib
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -67,7 +66,7 @@ def test_any_bytes_may_be_given_as_packed(name: str, data: bytes, size: int):
     assert isinstance(all_before_damage(data, name, size)[0], bytes)
 
 
-def test_damage_in_a_table_costs_its_row_group(tmp_path: Path):
+def test_damage_in_a_table_costs_its_row_group(tmp_path):
     texts = [f"document {i} " + "y" * 500 for i in range(40)]
     sink = io.BytesIO()
     table = pa.table({"text": texts})
@@ -80,7 +79,7 @@ def test_damage_in_a_table_costs_its_row_group(tmp_path: Path):
     assert ["crc checksum" in problem.lower() for problem in problems(tmp_path / "a.parquet")] == [True]
 
 
-def test_damaged_tar_headers_cost_their_member(tmp_path: Path):
+def test_damaged_tar_headers_cost_their_member(tmp_path):
     data = bytearray(tar_bytes({f"{index}.txt": b"%d" % index * 700 for index in range(5)}, tarfile.GNU_FORMAT))
     data[3 * 512 + 130] ^= 1
     (tmp_path / "a.tar").write_bytes(data)
@@ -88,7 +87,7 @@ def test_damaged_tar_headers_cost_their_member(tmp_path: Path):
     assert [(r.id, r.problem) for r in records(tmp_path / "a.tar")] == expected
 
 
-def test_files_that_vanish_are_reported(tmp_path: Path):
+def test_files_that_vanish_are_reported(tmp_path):
     source = InputFile(str(tmp_path / "gone"), "gone", "jsonl", "gz", 5, "")
     with pytest.raises(PrepareError, match="cannot read input"), open_input(source, ReadOptions()):
         pass
@@ -96,7 +95,7 @@ def test_files_that_vanish_are_reported(tmp_path: Path):
     assert failed.failed and "cannot read input" in failed.problem
 
 
-def test_zstd_windows_of_2_gib_are_read_where_they_are_allowed(tmp_path: Path):
+def test_zstd_windows_of_2_gib_are_read_where_they_are_allowed(tmp_path):
     """As of `zstd --long=31`: a stream asks for its window as memory, however little of it there is."""
     long = zstandard.ZstdCompressionParameters.from_level(1, window_log=31)
     packer = zstandard.ZstdCompressor(compression_params=long).compressobj()

@@ -49,7 +49,7 @@ class Origin:
 
 
 @pytest.fixture
-def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
+def origin(monkeypatch) -> Iterator[Origin]:
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     state = Origin()
@@ -64,7 +64,7 @@ def ids(url: str) -> list[str]:
 EXPECTED = [str(i) for i in range(3000)]
 
 
-def test_urls_are_read_like_files(origin: Origin, monkeypatch: pytest.MonkeyPatch):
+def test_urls_are_read_like_files(origin: Origin, monkeypatch):
     assert ids(origin.url + "/a.jsonl") == EXPECTED
     assert ids(origin.url + "/b.jsonl.gz?signed=x/y.z") == EXPECTED
     source = find_inputs([origin.url + "/b.jsonl.gz?signed=x"], ReadOptions()).files[0]
@@ -100,7 +100,7 @@ def test_a_server_that_stays_down_is_told(origin: Origin):
     "by, when",
     [("etag", "before"), ("etag", "between"), ("etag", "within"), ("weak", "within"), ("time", "between")],
 )
-def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch: pytest.MonkeyPatch, by: str, when: str):
+def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch, by: str, when: str):
     """The file changes before its first byte is read, between two splits, or within one."""
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", len(LINES) // 2)
 
@@ -147,7 +147,7 @@ def test_a_head_that_lies_is_refused(origin: Origin, head: dict[str, str], messa
 @pytest.mark.parametrize(
     "inside", ["http://127.0.0.1:1/", "http://169.254.169.254/latest", "http://10.0.0.1/", "http://[::1]/"]
 )
-def test_a_public_server_redirects_to_nothing_inside(origin: Origin, monkeypatch: pytest.MonkeyPatch, inside: str):
+def test_a_public_server_redirects_to_nothing_inside(origin: Origin, monkeypatch, inside: str):
     """A proxy answers for the public address."""
     monkeypatch.setenv("http_proxy", origin.url)
     monkeypatch.setenv("no_proxy", "")

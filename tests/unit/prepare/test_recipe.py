@@ -1,7 +1,5 @@
 """Recipes: tables to settings and back, layers over each other, and wrong keys reported with their file."""
 
-from pathlib import Path
-
 import pytest
 
 from forebay.errors import UsageError
@@ -18,14 +16,14 @@ def test_a_shipped_recipe_reads_back_from_its_settings(name: str):
     assert not recipe.name and recipe.tokenize.tokenizer
 
 
-def test_stages_run_in_the_order_of_their_tables(tmp_path: Path):
+def test_stages_run_in_the_order_of_their_tables(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("[[length]]\nmin_chars = 3\n[unicode]\n[[length]]\nmax_chars = 9\n[fineweb]\n")
     recipe = load_recipe(config=path)
     assert [stage.name for stage in recipe.stages] == ["length", "length", "unicode", "fineweb"]
 
 
-def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path):
+def test_later_layers_replace_earlier_ones_key_by_key(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text('gopher_quality = false\n[language]\nkeep = ["de"]\n[slice]\nbytes = "1 MiB"\n')
     settings = parse_settings(["slice.seed=9"]) | {"language": {"min_score": 0.5}}
@@ -60,7 +58,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path: Path):
         ("a = " + "[" * 100_000, "1: expected TOML: "),
     ],
 )
-def test_a_wrong_setting_is_reported_with_its_file(tmp_path: Path, toml: str, message: str):
+def test_a_wrong_setting_is_reported_with_its_file(tmp_path, toml: str, message: str):
     path = tmp_path / "r.toml"
     path.write_text(toml)
     with pytest.raises(UsageError) as caught:
@@ -68,7 +66,7 @@ def test_a_wrong_setting_is_reported_with_its_file(tmp_path: Path, toml: str, me
     assert str(caught.value).startswith(f"{path}:{message}") and "\n" not in str(caught.value)
 
 
-def test_a_wrong_setting_of_the_command_line_names_no_file(tmp_path: Path):
+def test_a_wrong_setting_of_the_command_line_names_no_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[length]\nmin_chars = 3")
     with pytest.raises(UsageError, match=r"^length\.min_chars: expected a number, got 'x'"):

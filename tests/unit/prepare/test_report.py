@@ -2,7 +2,6 @@
 
 import html
 import re
-from pathlib import Path
 
 import pytest
 
@@ -83,7 +82,7 @@ def test_it_shows_the_figures():
     assert [figures.short(n) for n in (9_999, 12_345, 999_600, 1.5e12)] == ["9,999", "12.3 k", "1.00 M", "1.50 T"]
 
 
-def test_hostile_text_is_only_text(tmp_path: Path):
+def test_hostile_text_is_only_text(tmp_path):
     write_report(open_store(tmp_path), example(HOSTILE))
     written = (tmp_path / "report.html").read_text("utf-8")
     assert written.count("<script") == 1 and "<img" not in written
@@ -99,7 +98,7 @@ def test_hostile_text_is_only_text(tmp_path: Path):
         load_report(tmp_path / "none")
 
 
-def test_each_stage_counts_what_came_in_and_what_left_and_why(tmp_path: Path):
+def test_each_stage_counts_what_came_in_and_what_left_and_why(tmp_path):
     good, short = "It is a truth that the mill and the race have to be seen by all who pass. " * 8, "a b"
     texts = [f"{good}Number {i // 2} of them." if i % 5 else f"{short} {i}" for i in range(60)]
     path = write_jsonl(tmp_path / "a.jsonl", [*texts, {}, {"text": 5}])

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,7 @@ class Clock(SimpleNamespace):
         self.on_sleep()
 
 
-def test_runs_of_one_key_meet_and_others_are_refused_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_runs_of_one_key_meet_and_others_are_refused_while_it_lives(tmp_path, monkeypatch):
     store, messages, numbers = open_store(tmp_path), list[str](), itertools.count()
 
     def write():
@@ -50,7 +49,7 @@ def test_runs_of_one_key_meet_and_others_are_refused_while_it_lives(tmp_path: Pa
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b'{"state": "failed"}'])
-def test_a_run_that_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: bytes):
+def test_a_run_that_ended_is_not_waited_for(tmp_path, monkeypatch, record: bytes):
     clock = Clock(on_sleep=lambda: None)
     monkeypatch.setattr(reserving, "time", clock)
     store, messages = open_store(tmp_path), list[str]()
@@ -62,7 +61,7 @@ def test_a_run_that_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.
     assert len(messages) == 1 and clock.now == 0
 
 
-def test_a_directory_is_locked(tmp_path: Path):
+def test_a_directory_is_locked(tmp_path):
     store = open_store(tmp_path / "out")
     refused = pytest.raises(UsageError, match="another run writes to")
     with store.locked(shared=True), store.locked(shared=True), refused, store.locked(shared=False):

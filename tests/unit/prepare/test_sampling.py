@@ -1,7 +1,6 @@
 """Samples of the input: which splits of which kinds, how sure rates are, and what the whole run is expected to cost."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -53,7 +52,7 @@ def test_splits_that_differ_between_kinds_alone_are_sure():
     assert sampling.error(sizes, [10.0 * index for index in range(len(sizes))]) > 0.02
 
 
-def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tmp_path: Path):
+def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tmp_path):
     """The JSONL has short texts, the text files have long ones: bytes of neither stand for the other."""
     source = tmp_path / "in"
     source.mkdir()

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ class WrongMeasure(Stage):
         return StageResult(batch, np.full(batch.num_rows, -1, np.int16), measures=measures)
 
 
-def test_filters_of_ones_own_report_what_they_measure(tmp_path: Path):
+def test_filters_of_ones_own_report_what_they_measure(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["x" * n for n in range(1, 9)])
     result = prepare(path, tmp_path / "d", filters=[few_chars(min_chars=3)])
     assert result.dropped == {"few_chars_own": 2}

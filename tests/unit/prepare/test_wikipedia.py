@@ -86,7 +86,7 @@ HEAD = (
 )
 
 
-def test_what_is_no_document(tmp_path: Path):
+def test_what_is_no_document(tmp_path):
     path = tmp_path / "a.xml"
     pages = [
         page(1, "one [[Dosye:x.jpg|thumb]]"),
@@ -113,7 +113,7 @@ def test_what_is_no_document(tmp_path: Path):
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_pieces_give_each_page_once(tmp_path: Path, size: int):
+def test_pieces_give_each_page_once(tmp_path, size: int):
     path = tmp_path / "a.xml"
     path.write_text(HEAD + "".join(page(i, f"text {i} " * (i % 50)) for i in range(1, 200)) + "</mediawiki>")
     full, total = read(path), path.stat().st_size
@@ -121,7 +121,7 @@ def test_pieces_give_each_page_once(tmp_path: Path, size: int):
     assert [(r.id, r.text, r.url) for r in cut] == [(r.id, r.text, r.url) for r in full]
 
 
-def test_damage_costs_a_page(tmp_path: Path):
+def test_damage_costs_a_page(tmp_path):
     good = [page(i, f"text {i}") for i in range(6)]
     for damage in ("<text>\x01</text>", "</revision></oops>", "&undefined;", "<page>", "\x00", "<![CDATA["):
         pages = list(good)
@@ -134,7 +134,7 @@ def test_damage_costs_a_page(tmp_path: Path):
         assert any("damaged XML" in r.problem for r in result), damage
 
 
-def test_hostile_xml(tmp_path: Path):
+def test_hostile_xml(tmp_path):
     path = tmp_path / "a.xml"
     laughs = "".join(f'<!ENTITY l{i} "{f"&l{i - 1};" * 10 if i else "lol"}">' for i in range(12))
     path.write_text(f"<!DOCTYPE x [{laughs}]>" + HEAD + page(1, "&l11;") + page(2, "fine") + "</mediawiki>")
@@ -147,7 +147,7 @@ def test_hostile_xml(tmp_path: Path):
 
 
 @pytest.mark.parametrize("size", [0, 1500])
-def test_of_many_revisions_the_last_is_read(tmp_path: Path, size: int):
+def test_of_many_revisions_the_last_is_read(tmp_path, size: int):
     """Earlier ones are let go of as they come, however many they are; so is a text that is too large."""
     revision = "<revision><id>9</id><text>{}</text></revision>"
     many = "".join(revision.format(f"old {i} " * 1000) for i in range(300))
@@ -161,7 +161,7 @@ def test_of_many_revisions_the_last_is_read(tmp_path: Path, size: int):
 
 
 @pytest.mark.parametrize("end", ["</mediawik", "<page><title>x</title>", "<page><revision>", ""])
-def test_a_dump_that_ends_early_is_told_once(tmp_path: Path, end: str):
+def test_a_dump_that_ends_early_is_told_once(tmp_path, end: str):
     path = tmp_path / "a.xml"
     path.write_text(HEAD + page(1, "a") + end)
     assert [(r.id, r.problem[:11]) for r in read(path)] == [("1", ""), ("", "damaged XML")]

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ def kill(journal: Journal) -> None:
     journal._files.close()  # Only the lock: the others are closed.
 
 
-def test_each_start_knows_every_lease_and_reads_only_what_is_new(tmp_path: Path):
+def test_each_start_knows_every_lease_and_reads_only_what_is_new(tmp_path):
     with open_journal(tmp_path, samples=[500]) as journal:
         grant = lease(journal, "w")
         for start in range(300):
@@ -41,7 +40,7 @@ def test_each_start_knows_every_lease_and_reads_only_what_is_new(tmp_path: Path)
             kill(journal)
 
 
-def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path):
+def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path):
     with open_journal(tmp_path) as journal:
         for _ in range(2):
             grant = lease(journal, "w")
@@ -63,7 +62,7 @@ def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path):
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
 
 
-def test_a_use_that_only_the_ledger_knows_ends_what_the_journal_thinks_is_leased(tmp_path: Path):
+def test_a_use_that_only_the_ledger_knows_ends_what_the_journal_thinks_is_leased(tmp_path):
     """As after a loss of power: the cut and the thief's lease are gone, what the thief used is not."""
     with open_journal(tmp_path, samples=[10]) as journal:
         grant = lease(journal, "w")
@@ -77,7 +76,7 @@ def test_a_use_that_only_the_ledger_knows_ends_what_the_journal_thinks_is_leased
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
 
 
-def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path):
+def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path):
     with open_journal(tmp_path) as journal:
         grant = lease(journal, "w")
         record(journal, "w", failed=(FailedLease(grant.lease_id, "torn"),))
@@ -93,7 +92,7 @@ def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path):
     assert [epoch["set_aside"] for epoch in report.epochs] == [grant.count, grant.count]
 
 
-def test_a_ledger_of_another_job_is_refused_and_a_second_scheduler_too(tmp_path: Path):
+def test_a_ledger_of_another_job_is_refused_and_a_second_scheduler_too(tmp_path):
     open_journal(tmp_path).close()
     for changes in ({"dataset_id": "2" * 64}, {"seed": 2}, {"seq_len": 9}, {"scheduler": "11" * 32}):
         with pytest.raises(StateError, match="another job"):
@@ -107,7 +106,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", ["before ledger", "after ledger", "in database"])
-def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch):
+def test_killed_between_any_two_steps(tmp_path, step: str, monkeypatch):
     journal = open_journal(tmp_path)
     grant = lease(journal, "w")
 
@@ -134,9 +133,7 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("fault", [LedgerError("no space"), MemoryError("no space")])
-def test_what_could_not_be_written_is_not_answered_then_or_later(
-    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_could_not_be_written_is_not_answered_then_or_later(fault: Exception, tmp_path, monkeypatch):
     journal = open_journal(tmp_path)
     grant = lease(journal, "w")
 
@@ -156,7 +153,7 @@ def test_what_could_not_be_written_is_not_answered_then_or_later(
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
 
 
-def test_who_waits_together_shares_one_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_waits_together_shares_one_fsync(tmp_path, monkeypatch):
     with open_journal(tmp_path, samples=[1] * 40) as journal:
         tickets = []
         for number in range(20):

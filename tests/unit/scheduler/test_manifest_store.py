@@ -1,14 +1,12 @@
 """The scheduler's own copies of a dataset's manifest and table."""
 
-from pathlib import Path
-
 import numpy as np
 
 from forebay.scheduler.catalog import ManifestStore, parse
 from support.nodes import make_dataset
 
 
-def test_a_schedulers_copy_of_a_manifest_is_checked(tmp_path: Path):
+def test_a_schedulers_copy_of_a_manifest_is_checked(tmp_path):
     dataset = make_dataset(tmp_path / "d", 3, 40)
     manifest, table = ((tmp_path / "d" / name).read_bytes() for name in ("manifest.json", "slices.parquet"))
     retained = ManifestStore(tmp_path / "state")

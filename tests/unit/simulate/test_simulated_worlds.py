@@ -1,9 +1,7 @@
 """Small worlds of every kind hold the laws."""
 
 import json
-from pathlib import Path
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +34,7 @@ def test_every_sample_is_used_exactly_once(
         assert result.counts["wasted_by_living"] == 0, result.to_json()
 
 
-def test_a_request_that_comes_twice_is_answered_twice(monkeypatch: pytest.MonkeyPatch):
+def test_a_request_that_comes_twice_is_answered_twice(monkeypatch):
     """Connections close before the reply, and the transport sends the same attempt again. Without the first reply kept
     for it, the scheduler refuses the repeat as late, the workers end, and samples stay unused."""
     world = Scenario(**_SMALL, lost=0.2, seed=1)
@@ -53,7 +51,7 @@ def test_the_same_seed_gives_the_same_bytes():
     assert json.dumps(simulate(world).to_json()) == json.dumps(simulate(world).to_json())
 
 
-def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_a_scheduler_that_loses_uses_is_caught(monkeypatch):
     """The record is independent: a journal that forgets is seen as samples used again or lost."""
     real = leasing._Scheduler._keep
 
@@ -64,7 +62,7 @@ def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch):
     assert not simulate(Scenario(**_SMALL, restarts=4, seed=1)).ok
 
 
-def test_the_command_reads_a_scenario_and_prints_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_reads_a_scenario_and_prints_one_line_of_json(tmp_path, capsys):
     file = tmp_path / "scenario.toml"
     file.write_text("workers = 99\nsamples = 32\nliars = 0.2\n")
     args = f"simulate --workers 6 --slices 12 --churn 0.2 --scenario {file} --json".split()
@@ -77,7 +75,7 @@ def test_the_command_reads_a_scenario_and_prints_one_line_of_json(tmp_path: Path
     assert "lairs" in capsys.readouterr().err
 
 
-def test_a_run_that_fails_says_how_to_repeat_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_fails_says_how_to_repeat_it(monkeypatch, capsys):
     monkeypatch.setattr(leasing._Scheduler, "fault", lambda self: "broken")
     assert main(["simulate", "--workers", "2", "--slices", "4", "--seed", "5"]) == 1
     shown = capsys.readouterr()

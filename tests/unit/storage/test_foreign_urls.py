@@ -83,7 +83,7 @@ def test_addresses_of_the_public_internet():
 
 
 @pytest.fixture
-def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServer]:
+def sink(tmp_path, monkeypatch) -> Iterator[OriginServer]:
     """A server of this host, which is also every endpoint and proxy that the environment names."""
     (tmp_path / "sink").mkdir()
     with OriginServer(tmp_path / "sink") as server:
@@ -98,9 +98,7 @@ def sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServ
 
 
 @pytest.mark.parametrize("url", ["https://evil.example/d", "s3://bucket/d", "gs://bucket/d", "https://127.0.0.1/d"])
-def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
-    url: str, sink: OriginServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(url: str, sink: OriginServer, monkeypatch):
     """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
     result = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: result[0])
@@ -132,7 +130,7 @@ def signed_claims(peer: Identity, *more: Mapping[str, Any], port: int = 1) -> by
     return http(200, {"claims": [Claim(**{**vars(base), **item}).to_json(peer) for item in more]})
 
 
-def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make):
+def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity):
     peer = make_identity("data")
     claims = json.loads(signed_claims(peer, {}, *({"url": url} for url in BAD_URLS[:3]), {"url": "https://h.example/d"})
                         .partition(b"\r\n\r\n")[2])["claims"]  # fmt: skip
@@ -145,7 +143,7 @@ def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make):
     ]
 
 
-def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, tmp_path: Path):
+def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity, tmp_path):
     bomb = http(200, b'{"claims":[' + b"{}," * 40_000 + b"{}]}")
     make_identity("data")
     other = join(tmp_path / "network", tmp_path / "other", "other", scope=Scope(frozenset({"worker"})))
@@ -161,7 +159,7 @@ def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, t
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> Dataset:
+def dataset(tmp_path) -> Dataset:
     return write_tokens(tmp_path / "web" / "corpus", [5000] * 3)
 
 
@@ -176,9 +174,9 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
     share: bool,
     dataset: Dataset,
     web: OriginServer,
-    make_identity: Make,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_identity,
+    tmp_path,
+    monkeypatch,
 ):
     """The data node gives the small files; the slices lie on a web server of this host."""
     monkeypatch.setattr("forebay.swarm.reader._REFUSED_S", 0.01)
@@ -209,7 +207,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
 
 @pytest.mark.parametrize("leave", ["", "public"])
 def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
-    leave: Any, dataset: Dataset, make_identity: Make, sink: OriginServer, tmp_path: Path
+    leave: Any, dataset: Dataset, make_identity, sink: OriginServer, tmp_path
 ):
     """A claim that stands for a URL of its own comes before the honest node's; it has the files and no slice."""
     table, stranger = LocalDiscovery(), make_identity("stranger")
@@ -231,7 +229,7 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
     assert sink.connections == 0
 
 
-def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identity: Make):
+def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identity):
     origin = PeerOrigin(make_identity("r"), "corpus", discovery=LocalDiscovery())
     busy = UnusableOrigin("peer://a", NetworkError("busy"))
     busy.get = Mock(side_effect=TransientError("busy"))
@@ -243,7 +241,7 @@ def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identi
 # Workers.
 
 
-def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tmp_path: Path):
+def test_a_worker_without_leave_ends_with_the_flags_name(make_identity, tmp_path):
     with Client(make_identity("worker")) as client:
         worker, numbers = (
             FetchingWorker(client, tmp_path / "cache", from_urls="", table=table_of("ab" * 32, 100)),
@@ -263,7 +261,7 @@ def test_a_worker_without_leave_ends_with_the_flags_name(make_identity: Make, tm
             worker.close()
 
 
-def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dataset: Dataset):
+def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity, dataset: Dataset):
     """A URL that none of the claims names is not opened, whichever peer names it."""
     table = LocalDiscovery()
     with DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, table):

@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -31,7 +30,7 @@ ROWS = [{"text": f"document {number} " * 50} for number in range(400)]
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(tmp_path, monkeypatch) -> Iterator[HubServer]:
     repo = write_repo(tmp_path / "hub/datasets/a/b")
     write_jsonl(repo / "data/train-0.jsonl", ROWS[:300])  # LFS by its size
     write_jsonl(repo / "data/train-1.jsonl", ROWS[300:])
@@ -69,7 +68,7 @@ def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer):
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_what_was_fetched_is_used_without_the_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch, offline: bool):
+def test_what_was_fetched_is_used_without_the_hub(hub: HubServer, monkeypatch, offline: bool):
     with pytest.raises(UnknownDatasetError):
         download_hub("hf:a/c")
     copy = download_hub("hf:a/b")
@@ -88,7 +87,7 @@ def test_what_was_fetched_is_used_without_the_hub(hub: HubServer, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["data/train-0.jsonl", "data/train-1.jsonl"])
-def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, tmp_path: Path, name: str):
+def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, tmp_path, name: str):
     hub.faults.corrupt[name] = 1000
     with pytest.raises(IntegrityError, match=f"expected {name} to have the hash"):
         download_hub("hf:a/b")
@@ -116,7 +115,7 @@ def test_an_interrupted_download_is_continued(hub: HubServer):
     assert download_hub("hf:a/b").paths[0].read_bytes() == data
 
 
-def test_a_disk_that_is_full_or_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_full_or_too_small(hub: HubServer, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(PrepareError, match="cannot write the copy: No space left"):
         patched.setattr(
             "forebay.storage.hub_copies.fetch_range", Mock(side_effect=OSError(errno.ENOSPC, "No space left"))
@@ -129,9 +128,7 @@ def test_a_disk_that_is_full_or_too_small(hub: HubServer, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("change", [{"path": "../../../x"}, {"path": "/tmp/x"}, {"oid": "../../x", "sha256": ""}])
-def test_a_path_or_hash_of_the_hub_leads_nowhere(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, str]
-):
+def test_a_path_or_hash_of_the_hub_leads_nowhere(hub: HubServer, monkeypatch, tmp_path, change: dict[str, str]):
     monkeypatch.setattr("forebay.storage.hub_splits.HubSplit.files", lambda self: [replace(self.file(0), **change)])
     with pytest.raises(PrepareError, match="expected a file below the repository and its hash"):
         download_hub("hf:a/b")
@@ -146,7 +143,7 @@ def test_ranks_that_start_together_fetch_once(hub: HubServer):
     )
 
 
-def test_a_directory_is_not_copied(tmp_path: Path):
+def test_a_directory_is_not_copied(tmp_path):
     with pytest.raises(PrepareError, match="got a directory, which is here already"):
         download_hub(f"hf:{tmp_path}")
 
@@ -161,7 +158,7 @@ def test_a_tokenizer_by_its_name_or_alias(hub: HubServer):
         load_tokenizer("gpt2")
 
 
-def test_tokenizers_that_are_not_there(hub: HubServer, monkeypatch: pytest.MonkeyPatch):
+def test_tokenizers_that_are_not_there(hub: HubServer, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file"):
         load_tokenizer("gtp2")
     model = write_repo(hub.directory / "models/a/slow")
@@ -178,7 +175,7 @@ def test_a_gated_model_is_named_by_its_page(hub: HubServer):
 
 
 @pytest.mark.parametrize("commit", ["../../../escape", "/tmp/absolute", "main", "C" * 40, "c" * 41])
-def test_a_commit_is_no_path(hub: HubServer, tmp_path: Path, commit: str):
+def test_a_commit_is_no_path(hub: HubServer, tmp_path, commit: str):
     hub.commits = {"datasets/a/b": commit, "models/Salesforce/codegen-350M-mono": commit}
     for fetch in (lambda: download_hub("hf:a/b"), lambda: fetch_tokenizer("Salesforce/codegen-350M-mono")):
         with pytest.raises(PrepareError, match="expected the hub to say its commit, 40 hex digits"):
@@ -186,7 +183,7 @@ def test_a_commit_is_no_path(hub: HubServer, tmp_path: Path, commit: str):
     assert {path.name for path in tmp_path.iterdir()} <= {"hub", "cache"}
 
 
-def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path: Path):
+def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path):
     copy = download_hub("hf:a/b")
     (index,) = (tmp_path / "cache/datasets--a--b").glob("forebay-*.json")
     (tmp_path / "cache/secret.jsonl").write_text("secret")
@@ -212,7 +209,7 @@ def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path: Path)
         ("ftp", "expected a redirect to http or https, got one to 'ftp'"),
     ],
 )
-def test_a_hub_that_lies(hub: HubServer, monkeypatch: pytest.MonkeyPatch, lie: Any, message: str):
+def test_a_hub_that_lies(hub: HubServer, monkeypatch, lie: Any, message: str):
     def tree(self, repo, path):
         if lie == "ftp":
             return self.reply(302, b"", {"Location": "ftp://127.0.0.1:1/x"})
@@ -229,7 +226,7 @@ def test_a_hub_that_lies(hub: HubServer, monkeypatch: pytest.MonkeyPatch, lie: A
         find_inputs("hf://datasets/a/b", ReadOptions())
 
 
-def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeypatch: pytest.MonkeyPatch):
+def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for fetch, name, advice in (
         (fetch_tokenizer, "gpt2", r"or name a tokenizer\.json that is here"),

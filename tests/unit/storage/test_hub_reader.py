@@ -45,7 +45,7 @@ class _File:
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(remote_file, "BLOCK_BYTES", 16)
     monkeypatch.setattr(remote_file, "fetch_range", lambda url, *range_: _File.by_url[url].fetch(*range_))
     yield

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ PATIENT = Timeouts(connect_s=60.0, stall_s=60.0)  # Also on a busy machine.
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginServer]:
+def server(tmp_path, monkeypatch) -> Iterator[OriginServer]:
     folder = tmp_path / "served" / "data"
     (folder / "slices").mkdir(parents=True)
     (folder / NAME).write_bytes(CONTENT)
@@ -39,7 +38,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginSe
 
 
 @pytest.fixture(params=["path", "file", "http", "s3", "r2", "hf"])
-def origin(request: pytest.FixtureRequest, server: OriginServer, monkeypatch: pytest.MonkeyPatch) -> Origin:
+def origin(request, server: OriginServer, monkeypatch) -> Origin:
     folder = server.directory / "data"
     match request.param:
         case "path":
@@ -98,7 +97,7 @@ def test_an_overload_is_told(server: OriginServer, scheme: str):
     assert caught.value.wait_s == (7 if scheme == "http" else 0)
 
 
-def test_a_drip_is_a_stall(server: OriginServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_drip_is_a_stall(server: OriginServer, monkeypatch):
     pace = http.StreamedResponse.pace
     monkeypatch.setattr(http.StreamedResponse, "pace", lambda answer, stall_s, rate: pace(answer, 0.1, rate))
     server.faults.connection_bytes_per_s = 1e-3
@@ -122,14 +121,14 @@ def test_other_bytes_than_were_requested(server: OriginServer):
         read(web, NAME, 10, 20)
 
 
-def test_a_proxy(server: OriginServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_proxy(server: OriginServer, monkeypatch):
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.setenv("no_proxy", "")
     assert read(open_origin("http://origin.invalid/data"), NAME, 4, 8) == CONTENT[4:8]
     assert server.paths == ["http://origin.invalid/data/slices/a%20b%2B%C3%BC.bin"]
 
 
-def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_hub(server: OriginServer, tmp_path, monkeypatch):
     """A token goes to the hub and not to the store it redirects to; where an object lies is remembered."""
     monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -153,7 +152,7 @@ def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.Monke
         open_origin("hf://datasets/me")
 
 
-def test_r2_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, server: OriginServer):
+def test_r2_names_what_is_missing(monkeypatch, server: OriginServer):
     set_r2(monkeypatch, server)
     names = [name for name in os.environ if name.startswith("R2_DATASET_")] + ["DATASET_BINS_PATH"]
     assert len(names) == 5
@@ -207,7 +206,7 @@ def test_open_remote(server: OriginServer, dataset: Dataset):
 Make = Callable[[str], Identity]
 
 
-def test_peers_by_home(make_identity: Make, monkeypatch: pytest.MonkeyPatch):
+def test_peers_by_home(make_identity, monkeypatch):
     created = make_identity("reader")
     created.node_dir.rename(created.node_dir.with_name("net%2F1"))
     monkeypatch.setenv("FOREBAY_HOME", str(created.node_dir.parent))
@@ -219,7 +218,7 @@ def test_peers_by_home(make_identity: Make, monkeypatch: pytest.MonkeyPatch):
         open_origin("forebay://absent/corpus", discovery=LocalDiscovery())
 
 
-def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: Path):
+def test_one_name_and_two_ids(dataset: Dataset, make_identity, tmp_path):
     other_folder = tmp_path / "other"
     other, discovery, reader = write_tokens(other_folder, [5000] * 2), LocalDiscovery(), make_identity("reader")
     with (

@@ -25,7 +25,7 @@ TOKENS = np.arange(70_000, dtype=np.uint16)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+def running(tmp_path_factory) -> Iterator[HubServer]:
     folder = tmp_path_factory.mktemp("hub")
     repo = write_repo(folder / "datasets/me/mixed")
     for index in range(3):
@@ -41,7 +41,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def hub(running: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+def hub(running: HubServer, monkeypatch) -> HubServer:
     monkeypatch.setenv("HF_ENDPOINT", running.url)
     running.reset()
     return running
@@ -86,7 +86,7 @@ def test_a_path_reads_as_one_of_this_machine(hub: HubServer):
         missing.open()
 
 
-def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path: Path):
+def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path):
     folder = hub.directory / "datasets/me/mixed"
     report = convert("hf://datasets/me/mixed/*.npy", tmp_path / "a", "forebay", ConvertOptions())
     convert(f"{folder}/*.npy", tmp_path / "b", "forebay", ConvertOptions())
@@ -103,7 +103,7 @@ def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path: P
         convert("hf://datasets/me/mixed/more", tmp_path / "e", "forebay", ConvertOptions(dtype="U16"))
 
 
-def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path: Path):
+def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path):
     repo = write_repo(hub.directory / "datasets/me/archive")
     rows = {"x": np.random.default_rng(0).random((10_000, 8)), "y": np.arange(10_000)}
     for save, name in ((np.savez, "a"), (np.savez_compressed, "b")):
@@ -123,7 +123,7 @@ def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path: P
     assert open_dataset(tmp_path / "x").num_tokens == len(TOKENS)
 
 
-def test_a_file_of_a_web_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_file_of_a_web_server(tmp_path, capsys):
     (tmp_path / "web").mkdir()
     rows = pa.table({"x": np.arange(200_000), "y": ["text"] * 200_000})
     pq.write_table(rows, tmp_path / "web/t.parquet", row_group_size=10_000)

@@ -32,7 +32,7 @@ class Looks:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
+def looks(monkeypatch) -> Iterator[Looks]:
     looks = Looks()
     monkeypatch.setattr(retry, "_waits", waits := retry._Waits())
     monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: looks.now, sleep=looks.sleep))
@@ -41,7 +41,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
     until(lambda: not waits.is_watched)
 
 
-def test_each_wait_is_named_until_it_ends_by_one_thread(caplog: pytest.LogCaptureFixture, looks: Looks):
+def test_each_wait_is_named_until_it_ends_by_one_thread(caplog, looks: Looks):
     def broken():
         raise ValueError("gone")
 

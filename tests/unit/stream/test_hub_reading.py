@@ -28,7 +28,7 @@ from support.streams import stream
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub(monkeypatch) -> Iterator[HubServer]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with HubServer(stored(make_hub)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -36,7 +36,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch) -> None:
     """The same tries with shorter waits."""
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(remote_file, "_blocks", remote_file.BlockCache())
@@ -72,7 +72,7 @@ def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: l
 
 
 @pytest.mark.parametrize("min_share_bytes", [1, 1 << 20])
-def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch: pytest.MonkeyPatch, min_share_bytes: int):
+def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch, min_share_bytes: int):
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
     for name in ("HuggingFaceFW/fineweb-edu/sample-10BT", "EleutherAI/pile"):
         records, expected = records_of(f"hf:{name}", ReadOptions()), sorted(texts(f"hf:{name}"))
@@ -84,9 +84,7 @@ def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch: py
             assert sorted(text for share in shares for text in share) == expected and all(shares)
 
 
-def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(hub: HubServer, tmp_path, monkeypatch):
     monkeypatch.setattr("forebay.stream.records.RUN_FILES", 8)
     hub.directory, hub.page_size = tmp_path / "hub", 6
     repo = write_repo(tmp_path / "hub/datasets/a/b")
@@ -108,7 +106,7 @@ def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults
         assert texts(f"hf:{name}") == on_disk(repo, *files)
 
 
-def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch):
     hub.close()
     with pytest.raises(ConnectionError, match=r"^Failed to download dataset 'a/b': .*tiny_shakespeare") as caught:
         TextStream("hf:a/b", tokenizer="bytes", seq_len=8, batch_size=1)
@@ -120,7 +118,7 @@ def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest
         find_split("a/b")
 
 
-def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.05)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
     hub.faults.black_hole = True
@@ -137,9 +135,7 @@ def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pyte
     [("my-dataset", "a full path, OWNER/NAME, or a short name"), ("no/such", "a full path, OWNER/NAME such as")],
 )
 @pytest.mark.parametrize("token, private", [("", " If it is private, set HF_TOKEN."), (TOKEN, "")])
-def test_a_name_that_nothing_has(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, name: str, advice: str, token: str, private: str
-):
+def test_a_name_that_nothing_has(hub: HubServer, monkeypatch, name: str, advice: str, token: str, private: str):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(
         FileNotFoundError, match=f"^Dataset '{name}' not found.*{advice}.*Check the spelling.{private}$"
@@ -148,9 +144,7 @@ def test_a_name_that_nothing_has(
     assert isinstance(caught.value, UnknownDatasetError)
 
 
-def test_what_is_gated_needs_a_token_which_no_other_host_sees(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: None
-):
+def test_what_is_gated_needs_a_token_which_no_other_host_sees(hub: HubServer, monkeypatch, tmp_path, impatient: None):
     expected = on_disk(
         hub.directory / "datasets/bigcode/the-stack",
         "data/python/train-00000-of-00001.parquet",
@@ -199,7 +193,7 @@ def test_revisions_and_a_dataset_that_was_renamed(hub: HubServer):
         find_split("EleutherAI/pile@nope")
 
 
-def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.MonkeyPatch):
+def test_other_files_need_the_library(hub: HubServer, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     message = "^HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
     with pytest.raises(ImportError, match=message) as caught:

@@ -4,7 +4,6 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,7 +174,7 @@ def test_wrong_arguments():
             stream(TEXTS, **changes)
 
 
-def test_wrong_inputs(tmp_path: Path):
+def test_wrong_inputs(tmp_path):
     for inputs, message in (
         (str(tmp_path / "*.jsonl"), "files that match"),
         (iter(TEXTS), "iterator"),

@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ SETTINGS = {"lanes": 1, "global_batch_size": 12, "seq_len": 64}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_each_document_once_and_resume_is_exact(tmp_path: Path, suffix: str):
+def test_each_document_once_and_resume_is_exact(tmp_path, suffix: str):
     folder = write_files(tmp_path / "files", suffix, 3)
     tokens = sorted(samples(stream(folder, lanes=1, seq_len=1, global_batch_size=512)).items())
     text = bytes(0 if inputs[0] == 256 else inputs[0] for _, (inputs, _) in tokens).decode()
@@ -29,7 +28,7 @@ def test_each_document_once_and_resume_is_exact(tmp_path: Path, suffix: str):
             assert as_tuples(second) == full[stop:]
 
 
-def test_malformed_records_are_counted_with_their_place(tmp_path: Path):
+def test_malformed_records_are_counted_with_their_place(tmp_path):
     lines = jsonl(ROWS[:40]).splitlines(keepends=True)
     lines[7], lines[20], lines[30] = b'{"text": "broken\n', b'{"no_text": 1}\n', b"\n"
     (tmp_path / "bad.jsonl").write_bytes(b"".join(lines))
@@ -48,7 +47,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path):
         assert second.stats()["malformed"] == 3
 
 
-def test_a_file_that_is_removed_is_an_error(tmp_path: Path):
+def test_a_file_that_is_removed_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl(ROWS))
     created = stream(path, prefetch_batches=2)

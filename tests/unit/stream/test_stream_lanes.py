@@ -56,7 +56,7 @@ def test_parts_of_files_are_disjoint_and_together_all(files: list[tuple[int, boo
     group=st.integers(1, 9),
 )
 def test_every_record_of_a_divided_file_is_in_one_part(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], newline: bool, cuts: list[float], group: int
+    tmp_path_factory, lines: list[str], newline: bool, cuts: list[float], group: int
 ):
     folder = tmp_path_factory.mktemp("divided")
     (folder / "a.txt").write_bytes("\n".join(lines).encode() + b"\n" * newline)
@@ -71,7 +71,7 @@ def test_every_record_of_a_divided_file_is_in_one_part(
             assert records == [r.text for split in split_files([file], options) for r in read_split(split, options)]
 
 
-def test_a_damaged_file_is_reported_by_one_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_damaged_file_is_reported_by_one_lane(tmp_path, monkeypatch):
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
     folder = write(tmp_path / "files", "parquet")
     (folder / "damaged.parquet").write_bytes((folder / "000.parquet").read_bytes()[:-100])
@@ -86,9 +86,7 @@ def test_a_damaged_file_is_reported_by_one_lane(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     "suffix, lanes, worlds", [("jsonl", 1, (3, 5)), ("jsonl", 4, (1, 2, 8)), ("parquet", 4, (2, 8))]
 )
-def test_a_state_of_another_world_is_exact(
-    tmp_path: Path, suffix: str, lanes: int, worlds: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_state_of_another_world_is_exact(tmp_path, suffix: str, lanes: int, worlds: tuple[int, ...], monkeypatch):
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
     folder = write(tmp_path / "files", suffix)
     common = {"lanes": lanes, "global_batch_size": 8, "steps": 40, "epochs": None}
@@ -110,7 +108,7 @@ def test_a_state_of_another_world_is_exact(
             assert first == stop * 8 or lanes == 1
 
 
-def test_states_of_too_few_ranks_or_other_lanes_are_refused(tmp_path: Path):
+def test_states_of_too_few_ranks_or_other_lanes_are_refused(tmp_path):
     folder = write(tmp_path / "files", "jsonl")
     common = {"lanes": 4, "global_batch_size": 8, "steps": 40, "epochs": None}
     states = [take_state(stream(folder, rank=rank, world_size=4, **common), 5) for rank in range(4)]
@@ -122,7 +120,7 @@ def test_states_of_too_few_ranks_or_other_lanes_are_refused(tmp_path: Path):
         stream(folder, **common).load_state_dict([*states[:3], {**states[3], "run_step": 3}])
 
 
-def test_several_lanes_need_an_end_that_all_ranks_share(tmp_path: Path):
+def test_several_lanes_need_an_end_that_all_ranks_share(tmp_path):
     folder = write(tmp_path / "files", "jsonl")
     with pytest.raises(UsageError, match=r"steps: expected the number of batches, as 2 lanes.*lanes=1"):
         stream(folder, world_size=2, epochs=1)
@@ -132,7 +130,7 @@ def test_several_lanes_need_an_end_that_all_ranks_share(tmp_path: Path):
         list(stream(folder, rank=300, world_size=600, steps=1, epochs=None))
 
 
-def test_one_for_is_a_pass_and_take_moves_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_one_for_is_a_pass_and_take_moves_nothing(tmp_path, caplog):
     folder = write(tmp_path / "files", "jsonl")
     expected = as_tuples(stream(folder, epochs=3))
     created = stream(folder, epochs=1)
@@ -154,7 +152,7 @@ def test_one_for_is_a_pass_and_take_moves_nothing(tmp_path: Path, caplog: pytest
     assert caplog.messages[-1] == "stream: all 5 steps of the run were given out: no batch is left."
 
 
-def test_helper_processes_of_a_rank_read_its_share(tmp_path: Path):
+def test_helper_processes_of_a_rank_read_its_share(tmp_path):
     folder = write(tmp_path / "files", "jsonl")
     ranks = [stream(folder, rank=rank, world_size=2, steps=21, epochs=None) for rank in range(2)]
     helpers = [[rank.helper(index, 3) for index in range(3)] for rank in ranks]
@@ -166,9 +164,7 @@ def test_helper_processes_of_a_rank_read_its_share(tmp_path: Path):
 
 
 @pytest.mark.parametrize("suffix, lanes", [("jsonl", 24), ("parquet", 4), ("jsonl.gz", 3)])
-def test_worlds_that_change_read_each_sample_once(
-    tmp_path: Path, suffix: str, lanes: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_worlds_that_change_read_each_sample_once(tmp_path, suffix: str, lanes: int, monkeypatch):
     """Ranks that stay, that are killed, that are new; states are exchanged as workers do, or not."""
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
     folder, result, taken = write_files(tmp_path / "files", suffix, 3, None), {}, 0

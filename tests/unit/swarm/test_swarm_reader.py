@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,7 +160,7 @@ def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(nonsense: 
         assert client.requests.count((RUDE.peer_id, RUDE.address)) == 1
 
 
-def test_what_happened_is_reported_until_a_tracker_answers(monkeypatch: pytest.MonkeyPatch):
+def test_what_happened_is_reported_until_a_tracker_answers(monkeypatch):
     """Failures with the provider, and if its bytes were wrong; the slice is wanted again; then that it is here."""
     monkeypatch.setattr(swarm_reader, "_UNANSWERED_S", 0.01)
     monkeypatch.setattr("forebay.swarm.trackers._DEAD_S", 0.0)
@@ -247,7 +246,7 @@ def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one():
             reader.sources(0)
 
 
-def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch):
+def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch):
     monkeypatch.setattr(swarm_reader, "_REFUSED_S", 0.0)
     url = {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://example.org/data"}]}
 
@@ -259,7 +258,7 @@ def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
-def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_path: Path):
+def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_path):
     """A member that serves as a tracker may answer anything; the reader gives up within its patience."""
     answers = [{**GOOD, "sharers": [{**HOLDER, **wrong}], **wrong}]
     client = StubClient({RUDE.address: lambda body: answers.pop() if answers else None})
@@ -268,7 +267,7 @@ def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_pat
         assert isinstance(named(reader), NetworkError)
 
 
-def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path: Path):
+def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path):
     """Whatever fails in its thread, here the look-up of trackers, a transfer ends within the reader's patience."""
     before = threads.failures().get("swarm", 0)
     failing = [RuntimeError("unexpected"), RuntimeError("unexpected")]

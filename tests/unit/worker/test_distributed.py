@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any
 
 from forebay.coordinator.messages import Rules
@@ -21,7 +20,7 @@ def run_alone(config: WorkerConfig, lines: list[str]) -> Any:
     return asyncio.run(run())
 
 
-def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path: Path):
+def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path):
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "line {i} of many"}}\n' for i in range(500)))
     shared = {"dataset_name": str(tmp_path / "texts.jsonl"), "tokenizer_name": "bytes"}
     shared |= {"batch_size": 6, "seq_len": 8, "num_steps": 5}

@@ -3,7 +3,6 @@
 import json
 import runpy
 from itertools import permutations
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from support.paths import ROOT
 EXAMPLE = ROOT / "examples" / "inference.py"
 
 
-def test_outputs_are_collected_once_and_in_order_whatever_the_files(tmp_path: Path):
+def test_outputs_are_collected_once_and_in_order_whatever_the_files(tmp_path):
     """A row of two holders, whose outputs differ, has the same one in any order of files; a torn line has none."""
     collect = runpy.run_path(str(EXAMPLE))["collect"]
     lines = [[(4, "e"), (1, "b"), (0, "a")], [(1, "B"), (2, "c")], [(3, "d"), (1, "b")]]

@@ -42,7 +42,7 @@ def _saved_bytes(model, weights, ids):
     return sum(saved.values())
 
 
-def test_the_command_proposes_what_fits(capsys: pytest.CaptureFixture[str]):
+def test_the_command_proposes_what_fits(capsys):
     """By the guide 32 for tiny, 4 for medium; fewer where fewer fit; refused where none does."""
     for name, memory, proposed in (("tiny", "80GB", 32), ("medium", "24GB", 4), ("medium", "5GB", 2)):
         assert main(f"plan --model-size {name} --seq-len 1024 --memory {memory}".split()) == 0

@@ -1,7 +1,5 @@
 """Trainers learn, and refuse what they cannot learn from; those of a program are found by its name."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -24,7 +22,7 @@ def test_counts_learn_in_bounded_memory():
     assert wide.step(ids, np.full((1, 3), -100)) == 0.0
 
 
-def test_the_trainer_of_a_program(tmp_path: Path):
+def test_the_trainer_of_a_program(tmp_path):
     assert trainer_class("count") is CountTrainer
     program, text = tmp_path / "mine.py", "class Mine:\n    def __init__(self, **settings): self.settings = settings\n"
     program.write_text(f"{text}import no_such_package\n")

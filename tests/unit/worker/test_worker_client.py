@@ -28,7 +28,7 @@ def train(config: WorkerConfig) -> None:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path) -> Path:
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": f"the {i}th line of the text"}) + "\n" for i in range(400)))
     return path
@@ -149,7 +149,7 @@ def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any
     assert [line.partition(":")[0] for line in lines if "without effect" in line] == named
 
 
-def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_is_told_with_what_to_try(monkeypatch):
     torch = pytest.importorskip("torch")
 
     def short(self, inputs, labels):
@@ -172,7 +172,7 @@ def test_what_counts_as_out_of_memory():
     assert "a device with more memory" in str(out_of_memory(MemoryError(), WorkerConfig(batch_size=1, seq_len=16)))
 
 
-def test_the_command_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_line(corpus: Path, tmp_path, capsys):
     settings = tmp_path / "worker.toml"
     settings.write_text('tokenizer-name = "bytes"\nseq_len = 16\nbatch_size = 3\nnum_steps = 4\ntrainer = "count"\n')
     assert main(f"--config {settings} --dataset-name {corpus} --batch-size 5 --json --quiet".split()) == 0

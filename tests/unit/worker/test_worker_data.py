@@ -25,7 +25,7 @@ shakespeare: Complete Works of Shakespeare, line-by-line"""
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path) -> Path:
     """750 documents of some 40 letters in three files, no two alike."""
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -125,7 +125,7 @@ def test_text_in_ids_out_and_no_sample_is_padded(texts: Path):
     assert data.vocab_size == 257
 
 
-def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog: pytest.LogCaptureFixture):
+def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog):
     data = text_dataset(texts, seq_len=64, batch_size=100, num_batches=9)
     with caplog.at_level(logging.WARNING, "forebay.worker"):
         epochs = [batch.epoch for batch in data.batches()]
@@ -184,7 +184,7 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str):
     assert sorted(row for part in result for row in part) == sorted(taken(data(0, 1, 0), 10))
 
 
-def test_the_first_batch_waits_for_few_documents(tmp_path: Path):
+def test_the_first_batch_waits_for_few_documents(tmp_path):
     path = tmp_path / "many.txt"
     path.write_text("".join(f"line {i:0100}\n" for i in range(12_000)))
     read = []
@@ -213,7 +213,7 @@ def test_the_first_cause_of_a_librarys_error_is_told():
         next(iter(stream))
 
 
-def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path: Path):
+def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path):
     path = tmp_path / "body.jsonl"
     path.write_text('{"prose": "some text", "id": 1}\n' * 9)
     reported = r"body\.jsonl: .*got nothing among prose, id, in every record\. Name it with text_key"

@@ -1,6 +1,5 @@
 """Sequence classifiers: tiny models that are made here, of the library transformers and of ONNX."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ def logits(model: Any, text: str) -> Any:
         return model(input_ids=torch.tensor([ids])).logits[0].numpy()
 
 
-def test_a_regression_and_a_label(tmp_path: Path):
+def test_a_regression_and_a_label(tmp_path):
     model = save_bert(tmp_path / "edu", 1)
     scorer = Transformers(str(tmp_path / "edu"), max_tokens=128)
     scores = scorer.score(to_batch(TEXTS))[""]
@@ -38,7 +37,7 @@ def test_a_regression_and_a_label(tmp_path: Path):
         Transformers(str(tmp_path / "two"), label="x").score(to_batch(["w1"]))
 
 
-def test_an_onnx_model(tmp_path: Path):
+def test_an_onnx_model(tmp_path):
     pytest.importorskip("onnxruntime")
     onnx = pytest.importorskip("onnx")
     helper, kinds = onnx.helper, onnx.TensorProto

@@ -1,16 +1,13 @@
 """Keys, ids, certificates, files of a node, and its list of revoked peers."""
 
-from pathlib import Path
-
 import pytest
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.pki.certificates import peer_of
 from forebay.network.pki.identity import Identity, create_network, join, revoke
-from support.handlers import Make
 
 
-def test_a_join_that_was_killed_is_continued_with_its_key(network_dir: Path, make_identity: Make):
+def test_a_join_that_was_killed_is_continued_with_its_key(network_dir, make_identity):
     node = make_identity("a")
     for name in ("node-cert.pem", "network.json", "root-cert.pem"):  # In the order in which they would be missing.
         (node.node_dir / name).unlink()
@@ -18,7 +15,7 @@ def test_a_join_that_was_killed_is_continued_with_its_key(network_dir: Path, mak
         assert join(network_dir, node.node_dir, "a").peer_id == node.peer_id
 
 
-def test_files_that_do_not_belong_together(tmp_path: Path, make_identity: Make):
+def test_files_that_do_not_belong_together(tmp_path, make_identity):
     a, b = make_identity("a"), make_identity("b")
     (a.node_dir / "node-cert.pem").write_bytes((b.node_dir / "node-cert.pem").read_bytes())
     with pytest.raises(UsageError, match="another key"):
@@ -30,7 +27,7 @@ def test_files_that_do_not_belong_together(tmp_path: Path, make_identity: Make):
 
 
 @pytest.mark.parametrize("name", ["node-key.pem", "node-cert.pem", "root-cert.pem", "network.json"])
-def test_missing_and_garbled_files_are_named(name: str, make_identity: Make):
+def test_missing_and_garbled_files_are_named(name: str, make_identity):
     path = make_identity("a").node_dir / name
     path.write_bytes(b"{garbage")
     with pytest.raises(UsageError, match=name):
@@ -41,7 +38,7 @@ def test_missing_and_garbled_files_are_named(name: str, make_identity: Make):
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_garbled_revocation_list_lets_nobody_in(make_identity: Make, caplog: pytest.LogCaptureFixture):
+def test_a_garbled_revocation_list_lets_nobody_in(make_identity, caplog):
     a = make_identity("a")
     (a.node_dir / "revoked.txt").write_text(f"# stolen laptop\n{a.peer_id[:-1]}\n")
     assert a.revocations.reason(a.peer_id) is not None and "revoked.txt:2" in caplog.text
@@ -61,6 +58,6 @@ def test_garbage_is_no_certificate():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../up", "x" * 65, "-x"])
-def test_names(name: str, network_dir: Path, tmp_path: Path):
+def test_names(name: str, network_dir, tmp_path):
     with pytest.raises(UsageError, match="name"):
         join(network_dir, tmp_path / "x", name)

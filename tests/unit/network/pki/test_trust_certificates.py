@@ -24,7 +24,6 @@ from forebay.network.pki.identity import (
     renew,
     renew_organisation,
 )
-from support.handlers import Make
 
 PEM = serialization.Encoding.PEM
 DATA = Scope(frozenset({"data", "worker"}), ("c4-*",))
@@ -65,12 +64,12 @@ def shakes(folder: Path, key: Ed25519PrivateKey, *chain: x509.Certificate, serve
 
 
 @pytest.fixture
-def org_dir(network_dir: Path, tmp_path: Path) -> Path:
+def org_dir(network_dir, tmp_path) -> Path:
     create_organisation(network_dir, tmp_path / "org", "acme", DATA)
     return tmp_path / "org"
 
 
-def test_an_organisations_node_says_whose_it_is_and_what_it_may(org_dir: Path, tmp_path: Path, make_identity: Make):
+def test_an_organisations_node_says_whose_it_is_and_what_it_may(org_dir: Path, tmp_path, make_identity):
     node = join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"worker"}), ("c4-en",)))
     seen = meets(make_identity("r"), node)
     assert (seen.peer_id, seen.org) == (node.peer_id, read_issuer(org_dir).peer_id)
@@ -82,7 +81,7 @@ def test_an_organisations_node_says_whose_it_is_and_what_it_may(org_dir: Path, t
     assert names.get_values_for_type(x509.DNSName) == [certificates.SERVER_NAME]
 
 
-def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: Path, tmp_path: Path):
+def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir, tmp_path):
     with pytest.raises(UsageError, match="may give data, worker, got scheduler"):
         join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"scheduler"})))
     wide = join(org_dir, tmp_path / "w", "w", scope=Scope(datasets=("*",))).scope
@@ -122,7 +121,7 @@ def forge(issuer: Issuer, node: Identity, *extensions: x509.ExtensionType, names
 CROWN = {"roles": ["admin"], "datasets": []}
 
 
-def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_path: Path):
+def test_forged_certificates_are_refused(org_dir: Path, network_dir, tmp_path):
     """An organisation signs what it likes with its own key; a peer of the node decides by what the root gave."""
     node, root, org = join(org_dir, tmp_path / "n", "n"), read_issuer(network_dir), read_issuer(org_dir)
     create_organisation(network_dir, tmp_path / "rich", "rich")
@@ -154,7 +153,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir: Path, tmp_p
 
 
 def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organisation(
-    org_dir: Path, network_dir: Path, tmp_path: Path, make_identity: Make
+    org_dir: Path, network_dir, tmp_path, make_identity
 ):
     """OpenSSL takes no certificate for the issuer whose key id is another's than the certificate names."""
     server, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(network_dir)
@@ -175,9 +174,7 @@ def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organis
 # Expiry and renewal.
 
 
-def test_expiry_is_logged_and_refused(
-    network_dir: Path, org_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_expiry_is_logged_and_refused(network_dir, org_dir: Path, tmp_path, caplog):
     node = join(network_dir, tmp_path / "n", "n", valid_days=20)
     assert not caplog.records  # short-lived, and new
     node.warn_of_expiry(time.time() + 14 * 86400)
@@ -188,7 +185,7 @@ def test_expiry_is_logged_and_refused(
     assert checked.valid_until == org.cert.not_valid_after_utc.timestamp()
 
 
-def test_a_second_root_is_refused(network_dir: Path, tmp_path: Path):
+def test_a_second_root_is_refused(network_dir, tmp_path):
     create_network(tmp_path / "evil", "test-network")
     pem = (network_dir / "root-cert.pem").read_bytes() + (tmp_path / "evil" / "root-cert.pem").read_bytes()
     (network_dir / "root-cert.pem").write_bytes(pem)
@@ -196,7 +193,7 @@ def test_a_second_root_is_refused(network_dir: Path, tmp_path: Path):
         read_root(network_dir)
 
 
-def test_a_renewed_certificate_is_taken_up_without_a_restart(network_dir: Path, make_identity: Make):
+def test_a_renewed_certificate_is_taken_up_without_a_restart(network_dir, make_identity):
     node, other = make_identity("n"), make_identity("o")
     context = node.client_context()
     before = shake(other.server_context(), context)[1]
@@ -208,7 +205,7 @@ def test_a_renewed_certificate_is_taken_up_without_a_restart(network_dir: Path, 
     assert node.expires_at == pytest.approx(time.time() + 99 * 86400, abs=60)
 
 
-def test_an_organisation_is_renewed(network_dir: Path, org_dir: Path):
+def test_an_organisation_is_renewed(network_dir, org_dir: Path):
     before = read_issuer(org_dir)
     assert renew_organisation(network_dir, org_dir, valid_days=9) == before.peer_id
     after = read_issuer(org_dir)

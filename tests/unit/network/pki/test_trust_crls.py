@@ -15,14 +15,13 @@ from forebay.network.pki.files import read_certs, read_issuer, read_key, read_ro
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew, revoke
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_REVOKED, Revocations, parse_crl, sign_crl
 from forebay.peer_id import serial_number_of
-from support.handlers import Make
 
 PEM = serialization.Encoding.PEM
 pytestmark = pytest.mark.usefixtures("changes_at_once")
 
 
 @pytest.fixture
-def org_dir(network_dir: Path, tmp_path: Path) -> Path:
+def org_dir(network_dir, tmp_path) -> Path:
     create_organisation(network_dir, tmp_path / "org", "acme")
     return tmp_path / "org"
 
@@ -31,7 +30,7 @@ def is_revoked(node: Identity, other: Identity) -> bool:
     return node.revocations.reason(other.as_peer) is not None
 
 
-def test_others_read_the_crl(network_dir: Path, make_identity: Make):
+def test_others_read_the_crl(network_dir, make_identity):
     """It is X.509: who knows only the standard finds the certificate in it."""
     a, b = make_identity("a"), make_identity("b")
     crl = revoke(network_dir, b.peer_id)
@@ -42,7 +41,7 @@ def test_others_read_the_crl(network_dir: Path, make_identity: Make):
     assert standard.next_update_utc > dt.datetime.now(dt.UTC)
 
 
-def test_a_crl_goes_from_node_to_node(network_dir: Path, make_identity: Make):
+def test_a_crl_goes_from_node_to_node(network_dir, make_identity):
     a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
     created = revoke(network_dir, c.peer_id, a.node_dir)
     assert is_revoked(a, c) and not is_revoked(b, c)
@@ -57,7 +56,7 @@ def test_a_crl_goes_from_node_to_node(network_dir: Path, make_identity: Make):
     assert "is revoked" in str(b.refusal(b.peer(der_of(c.certificate))))  # asked at each request
 
 
-def test_older_forged_and_foreign_crls_are_refused(network_dir: Path, tmp_path: Path, make_identity: Make):
+def test_older_forged_and_foreign_crls_are_refused(network_dir, tmp_path, make_identity):
     a, b = make_identity("a"), make_identity("b")
     root, revoked = read_issuer(network_dir), [serial_number_of(b.peer_id)]
     new = sign_crl(root, revoked, 8)
@@ -81,7 +80,7 @@ def test_older_forged_and_foreign_crls_are_refused(network_dir: Path, tmp_path: 
     assert list(a.revocations.numbers().values()) == [8] and is_revoked(a, b)
 
 
-def test_what_a_crl_may_not_say(network_dir: Path):
+def test_what_a_crl_may_not_say(network_dir):
     root, now = read_issuer(network_dir), dt.datetime.now(dt.UTC)
     builder = x509.CertificateRevocationListBuilder(root.cert.subject, now, now + dt.timedelta(1))
     named = builder.add_extension(authority(root.cert), critical=False)
@@ -95,7 +94,7 @@ def test_what_a_crl_may_not_say(network_dir: Path):
             parse_crl(invalid.sign(root.key, None).public_bytes(PEM), read_root(network_dir))
 
 
-def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir: Path, org_dir: Path):
+def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir, org_dir: Path):
     org, roots = read_issuer(org_dir), read_root(network_dir)
     serials = [(1 << 158) + i for i in range(MAX_REVOKED + 1)]
     largest = sign_crl(org, serials[:-1], (1 << 63) - 1)
@@ -110,9 +109,7 @@ def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir: Path, org
         parse_crl(short, roots)
 
 
-def test_an_organisation_revokes_its_own_and_no_other(
-    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
-):
+def test_an_organisation_revokes_its_own_and_no_other(network_dir, org_dir: Path, tmp_path, make_identity):
     item, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
     for peer_id in (node.peer_id, item.peer_id, read_issuer(network_dir).peer_id):
         revoke(org_dir, peer_id, item.node_dir)
@@ -123,16 +120,14 @@ def test_an_organisation_revokes_its_own_and_no_other(
     assert is_revoked(item, renewed) and item.revocations.reason(replace(renewed.as_peer, org="")) is None
 
 
-def test_revoking_an_organisation_revokes_its_nodes(
-    network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
-):
+def test_revoking_an_organisation_revokes_its_nodes(network_dir, org_dir: Path, tmp_path, make_identity):
     item, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
     assert not is_revoked(item, node)
     revoke(network_dir, node.org, item.node_dir)
     assert "organisation" in str(item.refusal(node.as_peer))
 
 
-def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network_dir: Path, org_dir: Path):
+def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network_dir, org_dir: Path):
     now, org, root = 1000.0, read_issuer(org_dir), read_issuer(network_dir)
     registered = Revocations(org_dir, read_root(network_dir), lambda: now)
     assert registered.accept(sign_crl(org, [1], 1)) is not None
@@ -145,16 +140,14 @@ def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network
     assert registered.crls().keys() == {root.peer_id, org.peer_id}
 
 
-def test_numbers_rise_though_the_directory_was_restored(network_dir: Path, make_identity: Make):
+def test_numbers_rise_though_the_directory_was_restored(network_dir, make_identity):
     first = revoke(network_dir, make_identity("a").peer_id)
     (network_dir / "crls" / f"{first.issuer}.pem").unlink()
     second = revoke(network_dir, make_identity("b").peer_id)
     assert second.number > first.number and first.serials.items() < second.serials.items()
 
 
-def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
-    network_dir: Path, make_identity: Make, caplog: pytest.LogCaptureFixture
-):
+def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(network_dir, make_identity, caplog):
     a, b = make_identity("a"), make_identity("b")
     created = revoke(network_dir, b.peer_id, a.node_dir)
     assert a.refusal(a.as_peer) is None
@@ -170,7 +163,7 @@ def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
         revoke(network_dir, a.peer_id)
 
 
-def test_a_full_disk_does_not_keep_a_revocation_out_of_force(network_dir: Path, make_identity: Make):
+def test_a_full_disk_does_not_keep_a_revocation_out_of_force(network_dir, make_identity):
     a, b = make_identity("a"), make_identity("b")
     created = revoke(network_dir, b.peer_id)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 from forebay.formats.records import RESPONSE_MARK
 from forebay.prepare.clean.boilerplate import Boilerplate
 from support.batches import stage_texts, to_batch
@@ -40,7 +38,7 @@ def test_counts_and_empty():
     assert Boilerplate(menu_lines=0).apply(batch).drop.tolist() == [0, -1, 0, -1]
 
 
-def test_patterns_of_the_user(tmp_path: Path):
+def test_patterns_of_the_user(tmp_path):
     path = tmp_path / "patterns"
     path.write_text("# ours\nanywhere here\n^Starts\n=Whole Line\n\n=Über uns\n")
     stage = Boilerplate(english=False, patterns=str(path), menu_lines=0)

@@ -7,7 +7,7 @@ from support.batches import drop_codes, stage_texts, to_batch
 
 
 @pytest.fixture
-def lists(tmp_path: Path) -> Path:
+def lists(tmp_path) -> Path:
     (tmp_path / "en").write_text("darn\nBad Word\nsm\n\nüble\nx y x z\ny x y\n")
     (tmp_path / "zh").write_text("坏话\n")
     (tmp_path / "hi").write_text("गधा\n")

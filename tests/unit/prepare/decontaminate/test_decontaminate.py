@@ -1,7 +1,6 @@
 """Contaminated documents: all planted ones are found in real text, in any disguise, and nothing else is."""
 
 import random
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +23,7 @@ AFTER_A_SELECTION = {"read": {"columns": {"n": "number"}}, "select": {"column": 
 
 
 @pytest.mark.parametrize("method, before", [("overlap", {}), ("ngram", {}), ("ngram", AFTER_A_SELECTION)])
-def test_planted_documents_are_found_and_no_other(tmp_path: Path, method: str, before: dict):
+def test_planted_documents_are_found_and_no_other(tmp_path, method: str, before: dict):
     chance = random.Random(7)
     pool = [" ".join(chance.choices(WORDS, k=30)) for _ in range(600)]
     instances = [{"id": f"i{i}", "question": pool[2 * i], "answer": pool[2 * i + 1]} for i in range(60)]
@@ -86,7 +85,7 @@ TEXT = st.lists(st.sampled_from(["a", "b", "c", "d", "東京", "É", "x\u200b", 
     ngram=st.integers(1, 5), min_ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0]), start=st.integers(0, 6),
 )  # fmt: skip
 def test_decisions_are_those_of_the_definition(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
     records: list[list[str]],
     texts: list[str],
     ngram: int,
@@ -104,7 +103,7 @@ def test_decisions_are_those_of_the_definition(
     assert [code == 0 for code in drop] == expected
 
 
-def test_cut_removes_the_match_and_its_margin(tmp_path: Path):
+def test_cut_removes_the_match_and_its_margin(tmp_path):
     instance = "The quick brown fox jumps over the lazy dog while seven wizards watch"
     sets = (str(write_jsonl(tmp_path / "s.jsonl", [{"text": instance}])),)
     stage = Decontaminate(sets=sets, action="cut", margin=20, max_pieces=2)
@@ -117,7 +116,7 @@ def test_cut_removes_the_match_and_its_margin(tmp_path: Path):
     assert [(row, hit["action"]) for row, hit in result.hits] == [(0, "cut"), (1, "dropped"), (2, "dropped")]
 
 
-def test_fields_are_chosen_and_lists_count(tmp_path: Path):
+def test_fields_are_chosen_and_lists_count(tmp_path):
     rows = [{"q": "alpha beta gamma delta", "choices": {"text": ["one two three", "four five six"]}, "n": 5}]
     path = str(write_jsonl(tmp_path / "s.jsonl", rows))
     texts = ["alpha beta gamma delta", "one two three four five six", "five six"]
@@ -129,7 +128,7 @@ def test_fields_are_chosen_and_lists_count(tmp_path: Path):
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"question": 5}\n', b'{"question": "\xff"}\n', b""])
-def test_a_damaged_set_is_an_error(tmp_path: Path, data: bytes):
+def test_a_damaged_set_is_an_error(tmp_path, data: bytes):
     (tmp_path / "set.jsonl").write_bytes(data)
     with pytest.raises(PrepareError, match=r"set\.jsonl"):
         Decontaminate(sets=(str(tmp_path / "set.jsonl"),), format="jsonl").files()

@@ -1,7 +1,6 @@
 """Benches for the tests of deduplication."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -9,12 +8,12 @@ from support.dedup_bench import Bench
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path) -> Bench:
     """A place to sign and deduplicate in."""
     return Bench(tmp_path)
 
 
 @pytest.fixture(scope="session")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Bench]:
+def fresh(tmp_path_factory) -> Callable[[], Bench]:
     """A new place on each call: for properties."""
     return lambda: Bench(tmp_path_factory.mktemp("dedup"))

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -114,7 +113,7 @@ def test_cutting_other_texts_is_refused(bench: Bench):
         Cutter(result.cut[0]).cut(column(["a\nb\nc\nd\ne"]), 0)
 
 
-def test_the_same_files_for_any_parts_memory_and_scale(bench: Bench, tmp_path: Path):
+def test_the_same_files_for_any_parts_memory_and_scale(bench: Bench, tmp_path):
     config, corpus = Dedup(exact=True, minhash=True), make_chains()
     full = bench.deduplicate([bench.sign(corpus, config)], config)
     assert min(full.dropped) > 20

@@ -1,7 +1,5 @@
 """Similar embeddings: against the definition, and the same for any parts, memory and scale."""
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -66,7 +64,7 @@ def test_decisions_are_those_of_the_definition(bench: Bench, keep: str):
         assert 30 < result.dropped[0] == sum(codes)
 
 
-def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path: Path):
+def test_the_same_bytes_for_any_parts_and_scale(bench: Bench, tmp_path):
     values = vectors(np.random.default_rng(3), 900)
     config = Dedup(semantic=True, dimension=30, exact=True, similarity=0.9)
     texts = [f"text {i % 800}" for i in range(900)]

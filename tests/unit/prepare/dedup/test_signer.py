@@ -33,7 +33,7 @@ def test_the_same_bytes_however_batches_are_cut(fresh: Callable[[], Bench], text
     assert fresh().sign(texts, config, cut).sha256 == fresh().sign(texts, config).sha256
 
 
-def test_nothing_is_left_after_an_exception(tmp_path: Path):
+def test_nothing_is_left_after_an_exception(tmp_path):
     def fail():
         with Signer(open_store(tmp_path), "p", Dedup(exact=True, minhash=True)) as signer:
             signer.add(pa.record_batch({"text": pa.array(["a"], pa.large_string())}))

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -144,7 +143,7 @@ def test_sampled_ngrams_find_copied_paragraphs(bench: Bench):
     assert remaining == [texts[0], *paragraphs[100:]]
 
 
-def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path: Path):
+def test_stopped_at_any_task_and_run_again(bench: Bench, tmp_path):
     rng = np.random.default_rng(4)
     texts = [" ".join(f"w{i}" for i in rng.integers(0, 60, 40)) + ".\n" for _ in range(60)]
     texts += [texts[i] + texts[i + 1][:90] + "\n" + texts[i + 2] for i in range(0, 50, 3)]

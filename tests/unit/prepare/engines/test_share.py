@@ -46,7 +46,7 @@ def run_share(folder: Path, index: int, count: int, pieces: int, run: Any = squa
     return results
 
 
-def test_claims_of_the_dead_lapse_and_those_of_the_living_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_claims_of_the_dead_lapse_and_those_of_the_living_do_not(tmp_path, monkeypatch):
     store = open_store(tmp_path / "work")
     for number, owner in ((0, b"dead"), (1, b"unborn"), (2, b"alive")):
         store.create(f"claims/square/piece-{number}.0", owner)
@@ -80,7 +80,7 @@ def test_other_shares_are_refused():
             parse_share(text)
 
 
-def test_an_error_of_a_task_is_raised(tmp_path: Path):
+def test_an_error_of_a_task_is_raised(tmp_path):
     def fail(task, scale):
         raise ArithmeticError("of the task")
 

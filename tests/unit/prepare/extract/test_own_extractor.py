@@ -26,17 +26,13 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, min_words: int, *opti
 
 
 @pytest.mark.parametrize("min_words, text", [(20, BODY.strip()), (1000, "Shown.")])
-def test_a_recipe_names_it_and_passes_settings(
-    min_words: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_recipe_names_it_and_passes_settings(min_words: int, text: str, tmp_path, monkeypatch):
     assert prepare(tmp_path, monkeypatch, min_words, "--allow-code") == 0
     (path,) = (tmp_path / "out/text").glob("*.parquet")
     assert pq.read_table(path)["text"].to_pylist() == [text]
 
 
-def test_code_runs_only_where_it_is_allowed_with_settings_that_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_code_runs_only_where_it_is_allowed_with_settings_that_it_has(tmp_path, monkeypatch, capsys):
     assert prepare(tmp_path, monkeypatch, 20) != 0
     assert "recipe.toml: extract.extractor: names code, 'json_ld_extractor:JsonLd'" in capsys.readouterr().err
     settings = {"extract": {"extractor": "json_ld_extractor:JsonLd", "options": {"max_words": 3}}}

@@ -1,7 +1,5 @@
 """Languages, on text in the public domain: the Declaration of Human Rights."""
 
-from pathlib import Path
-
 import pytest
 
 from forebay.errors import UsageError
@@ -57,7 +55,7 @@ def test_text_without_a_language():
     assert len(result) == 5
 
 
-def test_models_that_are_none(tmp_path: Path):
+def test_models_that_are_none(tmp_path):
     (tmp_path / "bad.ftz").write_bytes(b"not a model")
     for name in ("bad.ftz", "missing.ftz"):
         with pytest.raises(UsageError, match=r"^model: expected a fastText model"):

@@ -1,7 +1,5 @@
 """Addresses on lists."""
 
-from pathlib import Path
-
 import pytest
 
 from forebay.errors import PrepareError, UsageError
@@ -13,7 +11,7 @@ def reasons(stage: Url, urls: list[str]) -> list[str]:
     return drop_reasons(stage, urls, url=urls)
 
 
-def test_hosts_and_words(tmp_path: Path):
+def test_hosts_and_words(tmp_path):
     (tmp_path / "hosts").write_text("# bad ones\nbad.org\nEvil.example.  # too\n\n")
     (tmp_path / "words").write_text("casino\n")
     stage = Url(hosts=(str(tmp_path / "hosts"),), words=(str(tmp_path / "words"),))
@@ -50,7 +48,7 @@ def test_words_that_come_with_it():
     assert reasons(Url(patterns=("^ftp:",), shipped=True), list(urls)) == expected
 
 
-def test_lists_of_the_user(tmp_path: Path):
+def test_lists_of_the_user(tmp_path):
     for name, lines in (
         ("urls", "https://www.a.org/x/\nb.org/y#z"),
         ("soft", "one\ntwo\nthree"),
@@ -78,7 +76,7 @@ def test_lists_of_the_user(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_wrong_lists(tmp_path: Path):
+def test_wrong_lists(tmp_path):
     with pytest.raises(UsageError, match="hosts: expected files"):
         Url(shipped=False)
     with pytest.raises(UsageError, match="patterns: expected an expression of re2, got '\\[a'"):

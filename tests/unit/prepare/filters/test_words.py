@@ -69,7 +69,7 @@ def test_table_knows_pythons_white_space():
     assert [c for c in range(len(table) - 1) if (table[c] & SPACE != 0) != chr(c).isspace()] == []
 
 
-def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch):
+def test_long_documents_are_judged_by_their_beginning(monkeypatch):
     clip = module.clip
     monkeypatch.setattr(module, "clip", lambda offsets, data: clip(offsets, data, 1001))
     assert drop_reasons(GopherQuality(), ["é" * 600 + " the and" * 60]) == ["gopher_short"]

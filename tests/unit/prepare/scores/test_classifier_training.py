@@ -16,7 +16,7 @@ from support.shared_data import shared_data
 
 
 @pytest.fixture
-def sides(tmp_path: Path) -> list[Path]:
+def sides(tmp_path) -> list[Path]:
     """Prose and verse, a passage a document."""
     paths = []
     for names in (("austen-emma", "melville-moby_dick"), ("milton-paradise", "whitman-leaves")):
@@ -26,9 +26,7 @@ def sides(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_a_classifier_of_real_text_is_one_of_the_library(
-    sides: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_classifier_of_real_text_is_one_of_the_library(sides: list[Path], tmp_path, capsys):
     good, other = sides
     command = ["classifier", "train", "--good", str(good), "--bad", str(other), "--set", "held_out=0.2"]
     assert main([*command, "--out", str(tmp_path / "m"), "--json"]) == 0
@@ -60,7 +58,7 @@ def test_a_curve_has_areas_and_a_threshold_for_each_share_however_close_the_scor
     assert half == {"threshold": 0.50005, "precision": 50 / 60, "recall": 0.5, "bad_kept": 1.0}
 
 
-def test_too_few_documents_is_an_error(tmp_path: Path):
+def test_too_few_documents_is_an_error(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n')
     with pytest.raises(PrepareError, match="classifier: expected good documents to train on"):

@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +44,7 @@ def test_columns_of_the_scorer():
         FastText(path, label="other").score(to_batch(["w1é"]))
 
 
-def test_damaged_files_are_errors(tmp_path: Path):
+def test_damaged_files_are_errors(tmp_path):
     """Cut anywhere, or with any of the numbers of its header and dictionary changed: an error or scores, no crash."""
     rng = random.Random(0)
     for model in MODELS:

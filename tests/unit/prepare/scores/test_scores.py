@@ -32,7 +32,7 @@ LICENCES = ("mit", "cc0", "gpl", "")
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     rng = random.Random(5)
     rows = [
         {
@@ -177,7 +177,7 @@ def test_documents_are_repeated_by_their_bucket(source: Path):
     assert sorted(ids) == sorted(row["id"] for row in rows)
 
 
-def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path):
+def test_annotated_text_is_not_scored_again(source: Path, tmp_path):
     model = tmp_path / "good.bin"
     model.write_bytes((GOLDEN / "0.bin").read_bytes())
     tables = {
@@ -210,7 +210,7 @@ def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path):
     assert message.startswith("score.edu: the input has its columns, made with other settings")
 
 
-def test_records_of_columns_in_a_file_are_data(tmp_path: Path):
+def test_records_of_columns_in_a_file_are_data(tmp_path):
     """Whatever a stranger's file says of its columns, its text is read."""
     for number, recorded in enumerate((
         b"{", b"[]", b'{"text": {"kind": "number"}, "id": {}, "copies": {"kind": "number"}}', b'{"x": 3, "y": []}',
@@ -243,7 +243,7 @@ class Shout(Scorer):
 """
 
 
-def test_a_scorer_of_ones_own(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_scorer_of_ones_own(source: Path, tmp_path, monkeypatch):
     (tmp_path / "own_scorer.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     source.write_text('{"text": "LOUD"}\n{"text": "quiet"}\n{"text": "Half"}\n')
@@ -277,7 +277,7 @@ def test_tables_of_selection_add_up():
 
 
 @pytest.mark.parametrize("scorer", [Onnx, Transformers])
-def test_folders_without_a_model(scorer: type[Onnx] | type[Transformers], tmp_path: Path):
+def test_folders_without_a_model(scorer: type[Onnx] | type[Transformers], tmp_path):
     with pytest.raises(UsageError, match="model: expected the folder"):
         scorer()
     with pytest.raises(UsageError, match=r"model: expected a folder with config\.json"):

@@ -24,9 +24,7 @@ def read_objects(folder: Path, part: EncodedPart) -> dict[str, bytes]:
 
 
 @given(st.lists(st.text(max_size=30), max_size=60), st.integers(1, 40), st.booleans(), st.integers(0, 3))
-def test_bytes_do_not_depend_on_batches(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], rows: int, shuffled: bool, scale: int
-):
+def test_bytes_do_not_depend_on_batches(tmp_path_factory, texts: list[str], rows: int, shuffled: bool, scale: int):
     """Nor on the stretches in which long documents are encoded."""
     texts = [text.encode("utf-8", "ignore").decode() for text in texts]
     actual, stretches = [], [(encoding, "LONG_CHARS", 10), (coders, "LONG_CHARS", 10), (coders, "_SLACK_CHARS", 2)]
@@ -45,7 +43,7 @@ def test_bytes_do_not_depend_on_batches(
     assert actual[0] == actual[1]
 
 
-def test_names_depend_on_all_that_the_result_does(tmp_path: Path):
+def test_names_depend_on_all_that_the_result_does(tmp_path):
     part = text_part(tmp_path, TEXTS)
     task = EncodeTask(part, coder(tmp_path), open_store(tmp_path))
     others = [
@@ -59,7 +57,7 @@ def test_names_depend_on_all_that_the_result_does(tmp_path: Path):
     assert replace(task, store=elsewhere, drop=Flags(elsewhere, "somewhere", 0, 1)).name == task.name
 
 
-def test_a_part_that_lost_rows_is_noticed(tmp_path: Path):
+def test_a_part_that_lost_rows_is_noticed(tmp_path):
     part = text_part(tmp_path, TEXTS)
     with pytest.raises(PrepareError, match="expected 301"):
         encode(EncodeTask(replace(part, documents=301), coder(tmp_path), open_store(tmp_path)))

@@ -41,7 +41,7 @@ def shuffled(folder: Path, parts: list[EncodedPart], *bucket: int, scale: int = 
     st.integers(200, 5000), st.integers(0, 3), st.integers(0, 1), st.integers(2, 5),
 )  # fmt: skip
 def test_equals_sorting_in_memory(
-    tmp_path_factory: pytest.TempPathFactory, groups: list[list[str]], bucket: int, seed: int, scale: int, fan_in: int
+    tmp_path_factory, groups: list[list[str]], bucket: int, seed: int, scale: int, fan_in: int
 ):
     """In as many levels as the parts need."""
     folder = tmp_path_factory.mktemp("s")
@@ -64,7 +64,7 @@ def test_equals_sorting_in_memory(
     assert [line[2] for line in ids] == [name for _, _, name in expected]
 
 
-def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Path):
+def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path):
     groups = [[f"{i}" for i in range(50)]] * 2
     orders = {}
     for seed in (1, 2):
@@ -75,7 +75,7 @@ def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Pat
     assert sum(a == b for a, b in zip(orders[1], orders[1][1:])) < 10
 
 
-def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "forebay.prepare.tasks.encode.document_keys", lambda s, name, rows: (rows % 2).astype(np.uint64)
     )
@@ -85,7 +85,7 @@ def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path: Path, monkeypatch: 
         assert texts == ["a0", "a2", "b0", "b2", "a1", "b1"]
 
 
-def test_a_truncated_part_is_noticed(tmp_path: Path):
+def test_a_truncated_part_is_noticed(tmp_path):
     parts = encode_parts(tmp_path, [["a", "b"], ["c"]])
     for kind in ("tokens", "keys"):
         path = tmp_path / parts[0].object(kind)

@@ -60,9 +60,7 @@ def written(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int],
     st.integers(4096, 9000),
     st.sampled_from([6000, 1 << 33]),
 )
-def test_the_slices_are_the_stream(
-    tmp_path_factory: pytest.TempPathFactory, groups: list[list[int]], slice_bytes: int, planned_tokens: int
-):
+def test_the_slices_are_the_stream(tmp_path_factory, groups: list[list[int]], slice_bytes: int, planned_tokens: int):
     """Nothing but the last slice of each planned group differs from one plan of all."""
     folder = tmp_path_factory.mktemp("s")
     parts = write_parts(folder, groups)
@@ -78,14 +76,14 @@ def test_the_slices_are_the_stream(
     assert sum(size <= slice_bytes - TOKEN_HEADER_BYTES - 10 for size in sizes) <= 1 + total // planned_tokens
 
 
-def test_slices_of_so_many_tokens(tmp_path: Path):
+def test_slices_of_so_many_tokens(tmp_path):
     groups = [[5, 10, 1], [100], [3] * 20]
     tokens, stops, sizes = written(tmp_path, write_parts(tmp_path, groups), count=32)
     assert tokens == list(range(176)) and len(sizes) == 6
     assert stops == np.cumsum([n for group in groups for n in group]).tolist()
 
 
-def test_damage_and_misuse_are_noticed(tmp_path: Path):
+def test_damage_and_misuse_are_noticed(tmp_path):
     parts, store = write_parts(tmp_path, [[10, 20], [30]]), open_store(tmp_path)
     with pytest.raises(UsageError):
         plan_slices(parts, store, slice_bytes=100)

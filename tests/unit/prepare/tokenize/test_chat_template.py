@@ -1,7 +1,6 @@
 """Chat templates: the text is what the template writes, answers alone are trained on, and templates are sandboxed."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,14 +97,14 @@ def test_templates_that_cannot_be_masked_or_refuse():
         ("a.jinja", "x" * (1 << 21), "got 2097152 bytes"),
     ],
 )
-def test_wrong_files(name: str, data: str | None, message: str, tmp_path: Path):
+def test_wrong_files(name: str, data: str | None, message: str, tmp_path):
     if data is not None:
         (tmp_path / name).write_text(data)
     with pytest.raises(UsageError, match=message):
         load_chat_template(str(tmp_path / name))
 
 
-def test_rows_by_a_chat_template(tmp_path: Path):
+def test_rows_by_a_chat_template(tmp_path):
     model = Tokenizer.from_file(str(trained_bpe(tmp_path / "tokenizer.json", SPECIAL, "some text", 300)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     rows = [{"messages": MESSAGES, "tools": TOOLS}, {"messages": MESSAGES[:2]}, {"messages": [{"role": 5}]}]

@@ -54,7 +54,7 @@ def tensors(dataset: Dataset) -> dict:
     return {name: np.concatenate([item[name] for item in slices]) for name in slices[0]}
 
 
-def test_a_conversation_becomes_a_row(tmp_path: Path):
+def test_a_conversation_becomes_a_row(tmp_path):
     result = tensors(write_dataset(tmp_path, encode_rows(tmp_path, [f"{G}ab{L}cd"], 6), RowShape(6, "U16", 256)))
     assert {name: (values.dtype.str, values.tolist()) for name, values in result.items()} == {
         "input_ids": ("<u2", [[97, 98, 99, 100, 256, 256]]),
@@ -63,7 +63,7 @@ def test_a_conversation_becomes_a_row(tmp_path: Path):
     }
 
 
-def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path):
+def test_too_long_is_cut_or_dropped_and_counted(tmp_path):
     texts = [f"{G}ab{L}cdefgh", f"{G}abcdefgh{L}x", "", f"{G}only", "ok"]
     cut = encode_rows(tmp_path / "a", texts, 5)
     assert cut.changed == {"truncated": 1} and cut.dropped == {"empty": 1, "nothing_learnt": 2}
@@ -80,7 +80,7 @@ def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path):
         st.lists(st.tuples(st.booleans(), st.text("xyz", min_size=1, max_size=6)), max_size=4), min_size=1, max_size=80
     )
 )
-def test_packing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, conversations: list[list[tuple[bool, str]]]):
+def test_packing_loses_nothing(tmp_path_factory, conversations: list[list[tuple[bool, str]]]):
     texts = ["".join((L if learnt else G) + words for learnt, words in turns) for turns in conversations]
     texts.append(f"{L}end")
     folder = tmp_path_factory.mktemp("r")
@@ -104,7 +104,7 @@ def test_packing_loses_nothing(tmp_path_factory: pytest.TempPathFactory, convers
     assert rows == expected
 
 
-def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path):
+def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path):
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     path = trained_bpe(tmp_path / "t.json", special, "user assistant hello", 300)
     spec = coder(tmp_path, str(path))
@@ -117,7 +117,7 @@ def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path):
     assert ids[-1] == 0 and learnt[-1] and ids[learnt == 1][-3] == 2
 
 
-def test_misuse_is_refused(tmp_path: Path):
+def test_misuse_is_refused(tmp_path):
     with pytest.raises(UsageError):
         Conversations(1)
     with pytest.raises(UsageError):

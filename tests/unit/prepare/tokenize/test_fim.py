@@ -19,7 +19,7 @@ NAMES = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer(tmp_path_factory) -> Path:
     text = "def main(argument):\n    return argument + 1\n"
     return trained_bpe(tmp_path_factory.mktemp("fim") / "tokenizer.json", ["<eos>", *NAMES], text, 400)
 
@@ -56,7 +56,7 @@ def test_choices_follow_the_rates_and_the_seed():
     assert cuts[0] == cuts[1] != cuts[2]
 
 
-def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path: Path):
+def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"def function_{i}(argument):\n    return argument + {i}\n")
     files = sorted(tmp_path.glob("*.txt"))
@@ -70,7 +70,7 @@ def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path: Path):
     assert results[1].tokens < results[0].tokens
 
 
-def test_tokens_that_are_missing(tokenizer: Path, tmp_path: Path):
+def test_tokens_that_are_missing(tokenizer: Path, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     for name, spec in (("bytes", "bytes"), ("other", str(tokenizer))):
         table = {"tokenize": {"tokenizer": spec}, "fim": {"prefix": "<none>"}}

@@ -83,7 +83,7 @@ def test_fast_ids_are_the_references(name: str):
     agree()
 
 
-def test_known_answers_of_gpt2(tmp_path: Path):
+def test_known_answers_of_gpt2(tmp_path):
     vectors = shared_data("tokenizers/vectors")
     rows = read_lines(vectors / "gpt2_known_answers.jsonl")
     plans = (vectors / "TestPlans.txt").read_text("utf-8")
@@ -94,7 +94,7 @@ def test_known_answers_of_gpt2(tmp_path: Path):
 
 
 @pytest.fixture
-def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_pieces(monkeypatch) -> None:
     monkeypatch.setattr(coders, "LONG_CHARS", 100)
     monkeypatch.setattr(coders, "_SLACK_CHARS", 50)
 
@@ -145,13 +145,13 @@ def test_a_text_without_a_safe_place_is_cut_too():
 
 
 @pytest.mark.usefixtures("short_pieces")
-def test_long_texts_have_the_ids_of_a_real_tokenizer(tmp_path: Path):
+def test_long_texts_have_the_ids_of_a_real_tokenizer(tmp_path):
     result, reference = loaded("llama-test-tokenizer.json")
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
     assert encode_all(result, tmp_path, [text]) == [reference.encode([text])[0].tolist()]
 
 
-def test_ends_are_named_by_policy(tmp_path: Path):
+def test_ends_are_named_by_policy(tmp_path):
     texts = pa.array(["ab", "", "c"], "large_string")
     assert encode_column(coder(tmp_path), texts)[0].tolist() == [97, 98, 256, 99, 256]
     tokens, lengths = encode_column(coder(tmp_path, bos="<|endoftext|>", eos=False), texts)
@@ -163,7 +163,7 @@ def test_ends_are_named_by_policy(tmp_path: Path):
         load_tokenizer("bytes", bos=True)
 
 
-def test_wrong_names_and_damaged_files_are_errors(tmp_path: Path):
+def test_wrong_names_and_damaged_files_are_errors(tmp_path):
     for name in ("nowhere.json", "x.model", "train:9", "a b"):
         with pytest.raises(UsageError):
             load_tokenizer(name)
@@ -172,7 +172,7 @@ def test_wrong_names_and_damaged_files_are_errors(tmp_path: Path):
         load_tokenizer(str(tmp_path))
 
 
-def test_training_is_a_function_of_the_sample(tmp_path: Path):
+def test_training_is_a_function_of_the_sample(tmp_path):
     parts = [text_part(tmp_path, [f"the cat {i} sat on mat {j}" for j in range(50)]) for i in range(8)]
     store = open_store(tmp_path)
     sample = list(sample_texts(store, parts, 1, 2000))
