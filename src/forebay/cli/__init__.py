@@ -95,11 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
 
-    def verb(name: str, run: Callable[[Any], int | None], about: str, parent: Any = None) -> parser.Parser:
+    def verb(
+        name: str, run: Callable[[Any], int | None], about: str, parent: Any = None, log_level: str = "warning"
+    ) -> parser.Parser:
         # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
         shown: dict[str, Any] = {} if parent is None else {"help": about}
         p: parser.Parser = (parent or verbs).add_parser(name, description=about, **shown)
-        p.set_defaults(verb=run)
+        p.set_defaults(verb=run, default_log_level=log_level)
         parser.add_options(p)
         if parent is None:
             abouts[name] = about

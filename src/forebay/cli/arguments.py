@@ -129,12 +129,11 @@ def add_identity(parser: Parser) -> None:
     parser.add(
         "--identity",
         "this node's directory, created by network join (default: FOREBAY_IDENTITY)",
-        type=Path,
-        default=os.environ.get("FOREBAY_IDENTITY"),
-        metavar="DIR",
+        folder,
+        os.environ.get("FOREBAY_IDENTITY"),
     )
 
 
 def add_settings(parser: Parser, example: str) -> None:
     """Add `--set`, whose texts `forebay.toml.parse_settings` reads."""
-    parser.add_list("--set", "KEY=VALUE", f"a setting, such as {example}; may be repeated (default: none)")
+    parser.add_list("--set", f"a setting, such as {example}; may be repeated (default: none)", "KEY=VALUE")

@@ -151,38 +151,38 @@ def _mirror(args: Namespace) -> None:
 
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
-    p.add("source", "file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://", metavar="SRC")
-    p.add("out", "file or directory to write, or s3://, r2://, gs:// or az:// and a prefix", nargs="?", metavar="OUT")
-    p.add("--out", "the same, for those who name it (default: behind SRC)", dest="out_named", metavar="OUT")
-    p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", metavar="FORMAT")
-    p.add("--dtype", "of the tokens written (default: the source's)", choices=["uint16", "uint32"])
-    p.add("--seq-len", "tokens of a sample (default: the source's)", type=positive)
-    p.add("--slice-bytes", "largest file (default: 64MiB)", type=size, default=64 << 20)
-    p.add("--name", "name of the dataset or of its files (default: of OUT)", metavar="NAME")
+    p.add("source", "file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://", "SRC")
+    p.add("out", "file or directory to write, or s3://, r2://, gs:// or az:// and a prefix", "OUT", nargs="?")
+    p.add("--out", "the same, for those who name it (default: behind SRC)", "OUT", dest="out_named")
+    p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", "FORMAT")
+    p.add("--dtype", "of the tokens written (default: the source's)", ["uint16", "uint32"])
+    p.add("--seq-len", "tokens of a sample (default: the source's)", positive)
+    p.add("--slice-bytes", "largest file (default: 64MiB)", size, 64 << 20)
+    p.add("--name", "name of the dataset or of its files (default: of OUT)", "NAME")
     p.add_flag("--overwrite", "overwrite OUT after a successful conversion")
     add_settings(p, "column=ids, eos_id=0 or tensors.images=f16")
 
     p = verb("doctor", _doctor, "report the format of training-data files, what is wrong with them, and what to do")
-    p.add("paths", "files, directories, or a pattern in quotes", nargs="+", metavar="PATH")
-    p.add("--dtype", "of tokens without a header: uint16, uint32, int64 (default: guessed)", metavar="TYPE")
-    p.add("--vocab-size", "report ids from this on (default: not checked)", type=positive)
+    p.add("paths", "files, directories, or a pattern in quotes", "PATH", nargs="+")
+    p.add("--dtype", "of tokens without a header: uint16, uint32, int64 (default: guessed)", "TYPE")
+    p.add("--vocab-size", "report ids from this on (default: not checked)", positive)
     p.add_flag("--full", "read every byte (default: 256 MiB of each, 1 GiB of all)")
 
     p = verb("mirror", _mirror, "copy a dataset or shared shards to a directory or a bucket; run it again to resume")
-    p.add("source", "URL of a dataset or of shared shards; r2:// uses R2_DATASET_*", metavar="SRC")
-    p.add("target", "a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files", metavar="DST")
-    p.add("--slices", "copy only these slices or shards (default: all)", type=index_range, metavar="A:B")
+    p.add("source", "URL of a dataset or of shared shards; r2:// uses R2_DATASET_*", "SRC")
+    p.add("target", "a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files", "DST")
+    p.add("--slices", "copy only these slices or shards (default: all)", index_range, metavar="A:B")
     p.add("--id", "expected dataset id; another one is refused (default: any)")
-    p.add("--publisher", "forebay:// URLs: copy only what it signed (default: any)", metavar="PEER_ID")
-    p.add("--connections", "concurrent requests", type=positive, default=16)
+    p.add("--publisher", "forebay:// URLs: copy only what it signed (default: any)", "PEER_ID")
+    p.add("--connections", "concurrent requests", positive, 16)
     add_identity(p)
     add_from_urls(p)
     p.add(
         "--share",
         "forebay:// URLs: share received slices, so that many mirrors load the origin once (default: no)",
+        "HOST:PORT",
+        False,
         nargs="?",
         const=True,
-        default=False,
-        metavar="HOST:PORT",
     )
-    p.add("--upload-limit", "with --share: bytes per second (default: none)", type=size)
+    p.add("--upload-limit", "with --share: bytes per second (default: none)", size)

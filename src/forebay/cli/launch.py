@@ -36,6 +36,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("launch", _launch, "write the files that run Forebay on a cluster or in containers, filled in")
     p.takes_command, p.usage = True, "forebay launch KIND [DIR] [OPTIONS] [-- COMMAND ARG ...]"
     p.epilog = f"COMMAND: the program of every rank or worker, such as `python train.py`\n{_settings()}"
-    p.add("kind", ", ".join(KINDS), choices=list(KINDS), metavar="KIND")
-    p.add("directory", "for the files (default: here)", nargs="?", type=folder, default=Path())
+    p.add("kind", ", ".join(KINDS), "KIND", choices=list(KINDS))
+    p.add("directory", "for the files (default: here)", folder, Path(), nargs="?")
     add_settings(p, "name=train")

@@ -82,13 +82,12 @@ def _dashboard(args: Namespace) -> None:
 
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("top", _top, "show a job, a node, a run or a preparation in the terminal, live")
-    p.add("target", _TARGET, metavar="TARGET")
+    p.add("target", _TARGET, "TARGET")
     p.add_flag("--replay", "play the record of a run from its start")
     add_identity(p)
-    p = verb("dashboard", _dashboard, "serve a page that shows it in a browser, live")
-    p.set_defaults(default_log_level="info")
-    p.add("target", _TARGET, metavar="TARGET")
-    p.add("--listen", "address of the page; port 0: a free one", default="127.0.0.1:7480", metavar="HOST:PORT")
-    p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", type=folder)
+    p = verb("dashboard", _dashboard, "serve a page that shows it in a browser, live", log_level="info")
+    p.add("target", _TARGET, "TARGET")
+    p.add("--listen", "address of the page; port 0: a free one", "HOST:PORT", "127.0.0.1:7480")
+    p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", folder)
     p.add_flag("--allow-plain-http", "allow other addresses than this machine's")
     add_identity(p)

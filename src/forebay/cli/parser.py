@@ -53,19 +53,25 @@ class Parser(argparse.ArgumentParser):
     takes_command = False
     """Whether what stands behind `--` is a command of its own: `args.command`, a list."""
 
-    def add(self, name: str, help: str, **options: Any) -> None:
-        """Add an argument. Its value is called as its type says, `N` or `BYTES`, unless `metavar` names it."""
-        if metavar := getattr(options.get("type"), "metavar", None):
-            options.setdefault("metavar", metavar)
-        self.add_argument(name, help=help, **options)
+    def add(self, name: str, help: str, kind: Any = None, default: Any = None, **options: Any) -> None:
+        """Add an argument. `kind`: how its value is called, what parses it (which may have a `metavar`), or a list of
+        its values."""
+        match kind:
+            case str():
+                options["metavar"] = kind
+            case list() | tuple():
+                options["choices"] = kind
+            case _:
+                options = {"type": kind, "metavar": getattr(kind, "metavar", None), **options}
+        self.add_argument(name, help=help, default=default, **options)
 
     def add_flag(self, name: str, help: str) -> None:
         """Add an option without a value."""
-        self.add(name, help, action="store_true")
+        self.add_argument(name, help=help, action="store_true")
 
-    def add_list(self, flag: str, metavar: str | None, help: str, **options: Any) -> None:
+    def add_list(self, flag: str, help: str, kind: Any) -> None:
         """Add an option that may be repeated."""
-        self.add(flag, help, action="append", default=[], metavar=metavar, **options)
+        self.add(flag, help, kind, [], action="append")
 
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""
@@ -168,7 +174,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def logging_to_stderr(args: argparse.Namespace) -> Iterator[None]:
     """Log according to the arguments while the block runs; `args.default_log_level` is the verb's default."""
-    level = str(getattr(args, "log_level", "") or getattr(args, "default_log_level", "warning"))
+    level = str(getattr(args, "log_level", "") or args.default_log_level)
     if verbose := getattr(args, "verbose", 0):
         level = "debug" if verbose > 1 or level == "debug" else "info"
     is_json, stderr, handler = getattr(args, "log_format", "text") == "json", sys.stderr, logging.StreamHandler()
@@ -290,4 +296,4 @@ def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:
         print(completion(main_parser, args.shell), end="")
 
     p = verb("completion", run, 'print a completion script: eval "$(forebay completion bash)"')
-    p.add("shell", choices=["bash", "zsh"], help="the shell")
+    p.add("shell", "the shell", ["bash", "zsh"])

@@ -126,27 +126,31 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = add_node(verb, "worker", _work, about, timeout_s=60.0, timeout_of=waits)
     p.takes_command, p.usage = True, "forebay worker [NAME] [OPTIONS] [-- COMMAND ARG ...]"
     p.epilog = "COMMAND: the program, such as `python train.py` or `torchrun ...` (default: one that counts tokens)"
-    p.add("name", "the job; without it: the job of --scheduler", nargs="?", metavar="NAME")
-    p.add("--scheduler", "address of the scheduler (default: found in the DHT)", metavar="HOST:PORT")
+    p.add("name", "the job; without it: the job of --scheduler", "NAME", nargs="?")
+    p.add("--scheduler", "address of the scheduler (default: found in the DHT)", "HOST:PORT")
     cache_dir = Path("./forebay-cache")
-    p.add("--cache-dir", "verified slices (default: ./forebay-cache)", type=folder, default=cache_dir)
-    p.add("--cache-bytes", "budget of the cache (default: 4GiB)", type=size, default=4 << 30)
-    p.add("--batch-size", "samples per step", type=positive, default=8)
-    p.add("--listen", "to share slices; none: do not (default: any free port)", default="auto", metavar="HOST:PORT")
-    p.add("--upload-limit", "bytes per second to others (default: no limit)", type=size)
+    p.add("--cache-dir", "verified slices (default: ./forebay-cache)", folder, cache_dir)
+    p.add("--cache-bytes", "budget of the cache (default: 4GiB)", size, 4 << 30)
+    p.add("--batch-size", "samples per step", positive, 8)
+    p.add("--listen", "to share slices; none: do not (default: any free port)", "HOST:PORT", "auto")
+    p.add("--upload-limit", "bytes per second to others (default: no limit)", size)
     add_from_urls(p)
 
-    p = verb("coordinator", _coordinate, "assign ranks to the workers of a run, also when workers join or leave")
-    p.set_defaults(default_log_level="info")
-    p.add("--listen", "address to listen at", default="127.0.0.1:8000", metavar="HOST:PORT")
-    p.add("--min-workers", "start when N workers have joined", type=positive, default=1)
-    p.add("--state", "store the run's state; a restart continues it (default: in memory)", metavar="DIR")
+    p = verb(
+        "coordinator",
+        _coordinate,
+        "assign ranks to the workers of a run, also when workers join or leave",
+        log_level="info",
+    )
+    p.add("--listen", "address to listen at", "HOST:PORT", "127.0.0.1:8000")
+    p.add("--min-workers", "start when N workers have joined", positive, 1)
+    p.add("--state", "store the run's state; a restart continues it (default: in memory)", "DIR")
     add_identity(p)
     p.add_flag("--allow-plain-http", "allow plain HTTP beyond this machine")
-    p.add("--config", "TOML with settings for all workers (default: none)", type=file)
+    p.add("--config", "TOML with settings for all workers (default: none)", file)
     add_settings(p, "dataset_name=books or num_steps=1000")
-    p.add("--silence-timeout", "silence until a worker is removed", type=seconds, default=90.0)
-    p.add("--disconnect-timeout", "the same after a disconnect", type=seconds, default=5.0)
-    p.add("--step-timeout", "wait for a step's end, then regroup", type=seconds, default=600.0)
-    p.add("--workers-per-member", "per certificate, with --identity", type=positive, default=8)
+    p.add("--silence-timeout", "silence until a worker is removed", seconds, 90.0)
+    p.add("--disconnect-timeout", "the same after a disconnect", seconds, 5.0)
+    p.add("--step-timeout", "wait for a step's end, then regroup", seconds, 600.0)
+    p.add("--workers-per-member", "per certificate, with --identity", positive, 8)
     p.add_flag("--exit-when-done", "exit when the run's last step is done")
