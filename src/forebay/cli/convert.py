@@ -16,7 +16,9 @@ from forebay.toml import parse_settings
 
 if TYPE_CHECKING:
     from forebay.formats.conversion import ConvertOptions
-    from forebay.formats.report import Report
+
+
+_OF_TEXT = "by first bytes alone: `forebay prepare` reads text, and reports what is wrong with it"
 
 
 def _convert(args: Namespace) -> None:
@@ -84,7 +86,14 @@ def _doctor(args: Namespace) -> bool:
         print(json.dumps({"ok": ok, "reports": [report.to_json() for report in reports]}))
         return not ok
     for report in reports:
-        _print_report(report)
+        depths = {"all": "read all of it", "none": "not checked", "kinds": _OF_TEXT}
+        depth = depths.get(report.depth, f"read {report.read_bytes:,} bytes; --full reads all")
+        print(f"{report.path}: {report.kind}, {report.total_bytes:,} bytes ({depth})")
+        for name, value in report.metadata.items():
+            print(f"    {name.replace('_', ' ')}: {plain(value)}")
+        for finding in report.findings:
+            print(f"  WRONG {finding.fault} at {finding.location} of {finding.path}")
+            print(f"      {finding.evidence}\n      {finding.advice}")
     wrong = sum(bool(report.findings) for report in reports)
     unchecked = sum(report.depth == "none" for report in reports)
     if wrong:
@@ -97,20 +106,6 @@ def _doctor(args: Namespace) -> bool:
         more = f"; {others:,} files were not examined" if others else ""
         print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}{more}")
     return not ok
-
-
-_OF_TEXT = "by first bytes alone: `forebay prepare` reads text, and reports what is wrong with it"
-
-
-def _print_report(report: Report) -> None:
-    depths = {"all": "read all of it", "none": "not checked", "kinds": _OF_TEXT}
-    depth = depths.get(report.depth, f"read {report.read_bytes:,} bytes; --full reads all")
-    print(f"{report.path}: {report.kind}, {report.total_bytes:,} bytes ({depth})")
-    for name, value in report.metadata.items():
-        print(f"    {name.replace('_', ' ')}: {plain(value)}")
-    for finding in report.findings:
-        print(f"  WRONG {finding.fault} at {finding.location} of {finding.path}")
-        print(f"      {finding.evidence}\n      {finding.advice}")
 
 
 def _mirror(args: Namespace) -> None:
@@ -134,7 +129,7 @@ def _mirror(args: Namespace) -> None:
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
     total = int(dataset.table.bytes[start:stop].sum())
-    swarm: dict[str, Any] = {}
+    swarm = {}
     with bar("mirror", total, enabled=not args.quiet) as advance:
         if args.share:
             report, figures = mirror_by_swarm(

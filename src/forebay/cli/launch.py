@@ -11,7 +11,7 @@ from forebay.launch import KINDS, render, write
 
 
 def _launch(args: argparse.Namespace) -> None:
-    values: dict[str, str] = {}
+    values = {}
     for text in args.set:
         key, equals, value = text.partition("=")
         if not equals:

@@ -234,43 +234,39 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
 
 
 def _network_show(args: Namespace) -> None:
-    fields = _properties(args.directory)
-    if not args.json:
-        crls = fields["crls"].items()
-        fields["crls"] = [f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls]
-        fields |= {"expires": _date(fields["expires"]), "roles": fields["roles"] or ["all"]}
-        fields["datasets"] = fields["datasets"] or ["all"]
-    show(args, fields)
-
-
-def _properties(directory: Path) -> dict[str, Any]:
-    """Properties of the network, organisation or node in a directory."""
+    """Show the properties of the network, organisation or node in a directory."""
     from forebay.network.pki.files import is_issuer, peer_in, read_issuer, read_network
     from forebay.network.pki.identity import Identity
     from forebay.network.pki.revocation import Revocations
 
-    revocations = Revocations(directory)
-    if is_issuer(directory):
-        issuer = read_issuer(directory)
+    revocations = Revocations(args.directory)
+    if is_issuer(args.directory):
+        issuer = read_issuer(args.directory)
         peer, kind = peer_in(issuer.cert), "network" if issuer.is_root else "organisation"
         expires_at = issuer.cert.not_valid_after_utc.timestamp()
     else:
-        peer, kind = Identity.load(directory).as_peer, "node"
+        peer, kind = Identity.load(args.directory).as_peer, "node"
         expires_at = peer.valid_until
     revocations.check()
-    return {
+    # A CRL has serial numbers, not peer ids.
+    crls = {i: {"number": crl.number, "revoked": len(crl.serials)} for i, crl in revocations.crls().items()}
+    fields: dict[str, Any] = {
         "kind": kind,
         "name": peer.name,
         "peer_id": peer.peer_id,
-        "network": read_network(directory).network_id,
+        "network": read_network(args.directory).network_id,
         "organisation": peer.org,
         "roles": sorted(peer.scope.roles),
         "datasets": list(peer.scope.datasets or peer.scope.within),
         "expires": round(expires_at),
         "revoked": sorted(revocations.own()),
-        # A CRL has serial numbers, not peer ids.
-        "crls": {i: {"number": crl.number, "revoked": len(crl.serials)} for i, crl in revocations.crls().items()},
+        "crls": crls,
     }
+    if not args.json:
+        fields["crls"] = [f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls.items()]
+        fields["expires"] = _date(expires_at)
+        fields |= {name: fields[name] or ["all"] for name in ("roles", "datasets")}
+    show(args, fields)
 
 
 def _network_sign(args: Namespace) -> None:

@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of argparse; refuses unknown arguments here, where similar options are known."""
-        command: list[str] = []
+        command = []
         if self.takes_command and "--" in args:
             position = args.index("--")
             args, command = args[:position], args[position + 1 :]

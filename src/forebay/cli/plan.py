@@ -48,7 +48,7 @@ def _plan_shards(args: Namespace) -> bool:
     start_bytes = min(3, count) * shard_bytes
     fetch_s = shard_bytes / args.bandwidth if args.bandwidth else None
     stall_s = None if fetch_s is None or args.step_s is None else max(0.0, fetch_s - num_steps * args.step_s)
-    plan: dict[str, Any] = {
+    plan = {
         "shards": count, "shard_bytes": shard_bytes, "steps_per_shard": num_steps,
         "in_use_bytes": min(2, count) * shard_bytes,
         "fetched_bytes": passes * all_bytes,

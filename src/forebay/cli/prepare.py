@@ -157,7 +157,6 @@ def _explain(name: str) -> None:
 def _train(args: Namespace) -> None:
     from forebay.prepare.config import load_recipe
     from forebay.prepare.scores.train import ClassifierSettings, train_classifier
-    from forebay.toml import parse_settings
 
     settings = parse_settings(args.set)
     names = {field.name for field in fields(ClassifierSettings)}

@@ -15,12 +15,11 @@ import pyarrow.ipc
 
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.arrow_ipc import check_blocks, check_stream, checked_stream
-from forebay.formats.columns import READ_ERRORS, ColumnFormat, checked_rows, with_lists
+from forebay.formats.columns import READ_ERRORS, ColumnFormat, GroupBatches, GroupRows, checked_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.external import ExternalDataset
-from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, open_stored
+from forebay.formats.inputs import SPLIT_BYTES, Extents, InputFile, InputSplit, ReadOptions, open_input, open_stored
 from forebay.formats.layout import ColumnDirectory
-from forebay.formats.records import Record
 from forebay.formats.saved_arrow import SavedDataset, files_of, saved_schema
 from forebay.formats.tables import write_parts
 from forebay.storage.listing import is_saved_dataset
@@ -64,7 +63,7 @@ class Arrow(ColumnFormat):
                     check_stream(stored)
                 yield pa.ipc.open_stream(opened.enter_context(pa.memory_map(file.path)))
 
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    def split(self, file: InputFile, options: ReadOptions) -> Extents:
         number = 0
         try:
             with self.open_file(file, options, None) as reader:
@@ -78,12 +77,12 @@ class Arrow(ColumnFormat):
             stop = min(start + step, number)
             yield start, stop, file.bytes * stop // number - file.bytes * start // number
 
-    def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def batches(self, reader: Any, first: int = 0) -> GroupBatches:
         if isinstance(reader, pa.ipc.RecordBatchFileReader):
             return ((index, reader.get_batch(index)) for index in range(first, reader.num_record_batches))
         return ((-1 if index else 0, batch) for index, batch in enumerate(reader))
 
-    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> GroupRows:
         checked: dict[str, Any] = {}
         num_groups = split.stop - split.start if split.stop else None
         for start, batch in islice(self.batches(reader, split.start), num_groups):

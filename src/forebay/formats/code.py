@@ -125,7 +125,7 @@ def _list_licence_files(folder: Path, version: str) -> list[Path]:
 
 
 def _licence_of_folder(folder: Path) -> str:
-    ids: set[str] = set()
+    ids = set()
     for path in _licence_files(folder):
         try:
             with path.open("rb") as stream:

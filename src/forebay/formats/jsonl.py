@@ -23,10 +23,10 @@ import pyarrow as pa
 
 from forebay.errors import CorruptInputError, DatasetError, ForebayError
 from forebay.formats import tables
-from forebay.formats.conversion import ConvertOptions, Position, TableSource, Written
+from forebay.formats.conversion import ConvertOptions, Position, Positioned, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
 from forebay.formats.inputs import InputSplit, ReadOptions
-from forebay.formats.records import Record, batched, has_surrogate, shown, shown_text, to_record
+from forebay.formats.records import Record, batched, has_surrogate, malformed, shown_text, to_record
 from forebay.formats.report import Report
 from forebay.formats.text import BOM, LineFormat, split_lines
 
@@ -65,7 +65,7 @@ class Jsonl(LineFormat):
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):
             if problem:
-                yield Record(index, text=shown(line), problem=problem, location=f"byte {offset}", start=offset)
+                yield malformed(index, line, problem, f"byte {offset}", offset)
             else:
                 record = parse_line(index, line, options, offset, offset)
                 if record.problem.startswith(_SEVERAL):
@@ -79,7 +79,7 @@ class Jsonl(LineFormat):
             raise DatasetError(f"{paths[0]}: expected lines of JSON, got none.")
         columns = schema
 
-        def read(position: Position | None) -> Iterator[tuple[Position | None, pa.RecordBatch]]:
+        def read(position: Position | None) -> Positioned[pa.RecordBatch]:
             for lines in _line_batches(paths, position):
                 yield lines.position, tables.rows_batch(lines.rows, columns, lines.location)
 
@@ -119,7 +119,7 @@ def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, s
     if problem and not line.strip():
         return Record(index, problem="blank", start=start)
     if problem:
-        return Record(index, text=shown(line), problem=problem, location=location, start=start)
+        return malformed(index, line, problem, location, start)
     if isinstance(value, dict) and isinstance(value.get(options.id_key), float):
         digits = json.loads(line, parse_float=str, parse_int=str)[options.id_key]  # A large integer is a float, too.
         value[options.id_key] = digits
@@ -133,7 +133,7 @@ def _parse_values(index: int, line: bytes, options: ReadOptions, offset: int) ->
             yield object_record(index, value, options, f"byte {offset}", offset)
             offset = -1
     except (ValueError, RecursionError) as error:
-        yield Record(index, text=shown(line), problem=f"a line of several values: {error}", location=f"byte {offset}")
+        yield malformed(index, line, f"a line of several values: {error}", f"byte {offset}")
 
 
 def values(file: BinaryIO, limit: int) -> Iterator[object]:

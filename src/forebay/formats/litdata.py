@@ -17,14 +17,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError
 from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.mds import inside_directory
 from forebay.formats.token_stream import build_stream, documents
 
 _EXPECTED = "LitData's index of chunks neither encrypted nor framed (compression_level='chunk')"
@@ -38,9 +37,9 @@ _TOKENS = {"U16": "no_header_numpy:5", "U32": "no_header_tensor:16"}  # uint16; 
 class Chunk(BaseModel, strict=True, defer_build=True):
     """One entry of the index; `chunk_bytes` is its size once decompressed, `dim` counts its tokens."""
 
-    filename: Annotated[str, AfterValidator(inside_directory)]
-    chunk_bytes: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)]
-    chunk_size: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES // 4)]
+    filename: blocks.FileName
+    chunk_bytes: blocks.NumBytes
+    chunk_size: blocks.NumSamples
     dim: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -246,8 +245,8 @@ def _number_type(leaf: str) -> str:
     return f"<{_TORCH[number]}" if name == "no_header_tensor" and number in _TORCH else ""
 
 
-def _decoder(folder: Path, name: str, leaf: str) -> Callable[[bytes], Any]:
-    decoders: dict[str, Callable[[bytes], Any]] = {
+def _decoder(folder: Path, name: str, leaf: str) -> blocks.Decode:
+    decoders: dict[str, blocks.Decode] = {
         "str": bytes.decode, "text": bytes.decode, "json": _decode_json, "numpy": _decode_array,
         "int": blocks.decode_number("<i8"), "float": blocks.decode_number("<f8"), "bool": blocks.decode_number("?"),
     }  # fmt: skip

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError, UsageError
@@ -31,7 +31,7 @@ from forebay.formats.token_stream import build_stream, documents
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
 _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
 _ARRAY = re.compile(rf"ndarray:({'|'.join(_TYPES)})(:|$)")
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
+_DECODERS: dict[str, blocks.Decode] = {
     **{name: blocks.decode_number(kind) for name, kind in _TYPES.items()},
     **dict.fromkeys(("bytes", "jpeg", "png"), bytes),
     "str": bytes.decode,
@@ -42,18 +42,11 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
-def inside_directory(name: str) -> str:
-    """Return the name of a file of an index. Raises ValueError if it leads out of the directory."""
-    if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
-        raise ValueError(f"a file inside the directory, not {name!r}")
-    return name
-
-
 class ShardFile(BaseModel, strict=True, defer_build=True):
     """A shard's file, raw or compressed, as the index lists it."""
 
-    basename: Annotated[str, AfterValidator(inside_directory)]
-    bytes: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)]
+    basename: blocks.FileName
+    bytes: blocks.NumBytes
     hashes: dict[str, str] | None = None
 
     @property
@@ -70,8 +63,8 @@ class MdsShard(BaseModel, strict=True, defer_build=True):
     version: Literal[2]
     column_names: list[str]
     column_encodings: list[str]
-    column_sizes: list[Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)] | None]
-    samples: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES // 4)]
+    column_sizes: list[blocks.NumBytes | None]
+    samples: blocks.NumSamples
     raw_data: ShardFile
     zip_data: ShardFile | None = None
     compression: str | None = None
@@ -217,7 +210,7 @@ def _shape_header(shape: tuple[int, ...]) -> bytes:
 def _write_shards(
     samples: Iterable[bytes], out: Path, options: ConvertOptions, encodings: dict[str, blocks.Encoding]
 ) -> list[Path]:
-    settings: dict[str, Any] = {
+    settings = {
         "column_encodings": [encoding.name for encoding in encodings.values()],
         "column_names": list(encodings),
         "column_sizes": [encoding.size for encoding in encodings.values()],
@@ -261,7 +254,7 @@ def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
 
 def _stored_column(path: Path, shards: list[MdsShard], index: int, options: ConvertOptions) -> blocks.StoredColumn:
     name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
-    decode: Callable[[bytes], Any]
+    decode: blocks.Decode
     if encoding == "bytes" and name in (*external.TOKEN_COLUMNS, options.column):
         decode = partial(np.frombuffer, dtype=_bytes_type(path, name, options.input_dtype))
     elif _ARRAY.match(encoding):

@@ -72,9 +72,7 @@ class Megatron(Format):
     """Pairs of an index and its tokens; tokens of U32 are written as int32."""
 
     name = "megatron"
-
-    def sniff(self, head: bytes) -> bool:
-        return head.startswith(MAGIC)
+    magics = (MAGIC,)
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         pair = pair_of(path)
@@ -123,7 +121,7 @@ class MegatronDataset(external.ExternalDataset):
         dtype = external.common_dtype(path, (index.kind for index in self._indexes))
         # The first document that ends in each slice: a slice's documents are those up to the next slice's.
         self._first: dict[tuple[int, int], int] = {}
-        parts: list[external.ExternalSlice] = []
+        parts = []
         for file, index in enumerate(self._indexes):
             name = external.shown_name(path, index.data)
             for k, (start, stop, first, last) in enumerate(_cut(index)):

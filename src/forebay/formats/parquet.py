@@ -14,9 +14,18 @@ import pyarrow.parquet as pq
 from forebay.dataset.parquet_pages import Page, pages
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
-from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batch_rows, error_text, with_lists
+from forebay.formats.columns import (
+    BATCH_BYTES,
+    READ_ERRORS,
+    ColumnFormat,
+    GroupBatches,
+    GroupRows,
+    batch_rows,
+    error_text,
+    with_lists,
+)
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
-from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
+from forebay.formats.inputs import SPLIT_BYTES, Extents, InputFile, InputSplit, ReadOptions, open_stored
 from forebay.formats.records import Record, batched
 from forebay.formats.tables import rows_at_once, write_parts
 
@@ -38,15 +47,13 @@ class Parquet(ColumnFormat):
     name = "parquet"
     title = "Parquet"
     suffixes = (".parquet", ".pq", ".parq")
+    magics = (b"PAR1", b"PARE")
     is_divisible = True
-
-    def sniff(self, head: bytes) -> bool:
-        return head.startswith((b"PAR1", b"PARE"))
 
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> pq.ParquetFile:
         return _open(file)
 
-    def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def batches(self, reader: Any, first: int = 0) -> GroupBatches:
         metadata = reader.metadata
         size = sum(max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))
         num_rows = rows_at_once(size / max(1, metadata.num_rows))
@@ -54,7 +61,7 @@ class Parquet(ColumnFormat):
             for index, batch in enumerate(reader.iter_batches(num_rows, row_groups=[group], use_threads=False)):
                 yield -1 if index else group, batch
 
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    def split(self, file: InputFile, options: ReadOptions) -> Extents:
         try:
             with _open(file) as parquet:
                 sizes = [max(0, parquet.metadata.row_group(i).total_byte_size) for i in range(parquet.num_row_groups)]
@@ -82,13 +89,13 @@ class Parquet(ColumnFormat):
         first = np.searchsorted(middles, borders).tolist()
         if not extents or sorted(middles) != middles or (first[0], first[-1]) != (0, len(extents)):
             return [InputSplit((file,), bytes=file.bytes), *[None] * (len(borders) - 2)]
-        parts: list[InputSplit | None] = []
+        parts = []
         for i, j in pairwise(first):
             start, stop = (extents[i][0], extents[j - 1][1]) if i < j else (0, 0)
             parts.append(InputSplit((replace(file, extent=(start, stop)),), i, j, stop - start) if i < j else None)
         return parts
 
-    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> GroupRows:
         """A damaged row group costs its own rows."""
         for group in range(split.start, split.stop or reader.num_row_groups):
             start = group

@@ -77,6 +77,11 @@ def shown(data: bytes) -> str:
     return data[:SHOWN_CHARS].decode("utf-8", "replace")
 
 
+def malformed(index: int, data: bytes, problem: str, location: str = "", start: int = -1) -> Record:
+    """Return the record of bytes that are no document."""
+    return Record(index, text=shown(data), problem=problem, location=location, start=start)
+
+
 def shown_text(text: str) -> str:
     """Return the beginning of a text, which may hold half a surrogate pair, as text that can be stored."""
     return without_surrogates(text[:SHOWN_CHARS])
@@ -89,7 +94,7 @@ def without_surrogates(text: str) -> str:
 
 def batched(items: Iterable[T], weigh: Callable[[T], int], max_weight: int, max_items: int) -> Iterator[list[T]]:
     """Yield items in lists, each of which ends once its items weigh `max_weight` or are `max_items`."""
-    batch: list[T] = []
+    batch = []
     weight = 0
     for item in items:
         batch.append(item)

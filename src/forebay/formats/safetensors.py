@@ -124,7 +124,7 @@ class ForebayDataset(Format):
         dataset = open_dataset(paths[0])
         if dataset.manifest.layout != "rows":
             raise UsageError(f"{paths[0]}: expected a dataset of layout rows, got {dataset.manifest.layout}.")
-        converted: Any = dataset.manifest.lineage.get("converted", {})
+        converted = dataset.manifest.lineage.get("converted", {})
         classes = converted.get("classes") if isinstance(converted, dict) else None
         slices = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Compares the hashes.
         return SafeTensors().open_rows(slices, options, {"classes": classes} if classes else {})

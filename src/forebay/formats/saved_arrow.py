@@ -36,7 +36,7 @@ class SavedDataset(external.ExternalDataset):
         chosen, self.left_out = layout_of_tokens(path, common_schema(files, schemas), column, external.REMEDY)
         self._batches = [_batches_of(file, chosen) for file in files]
         self._runs: dict[tuple[int, int], tuple[int, int]] = {}
-        parts: list[external.ExternalSlice] = []
+        parts = []
         kind = np.dtype(schemas[0].field(chosen).type.value_type.to_pandas_dtype())
         for i, (file, batches) in enumerate(zip(files, self._batches)):
             counts = [len(lists.flatten()) for lists in batches]

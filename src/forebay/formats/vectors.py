@@ -84,7 +84,7 @@ class VectorDataset(external.ExternalDataset):
                 "type, say it: forebay.formats.open_external(PATH, dtype='uint32').", path, self._vectors[0].kind,
             )  # fmt: skip
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
-        parts: list[external.ExternalSlice] = []
+        parts = []
         for file, vector in enumerate(self._vectors):
             is_view = vector.kind.itemsize in (2, 4) and not isinstance(vector.path, RemotePath)
             limit = external.MAX_TOKENS if is_view else external.MAX_COPIED_TOKENS
@@ -128,7 +128,7 @@ class VectorDataset(external.ExternalDataset):
             if self._stream is None or self._stream[0] != path:
                 self._stream = (path, path.open())
             self._stream[1].seek(start)
-            data: bytes = self._stream[1].read(num_bytes)
+            data = self._stream[1].read(num_bytes)
         if len(data) < num_bytes:
             raise DatasetError(f"{path}: expected {num_bytes} bytes from {start} on, got {len(data)}. Fetch it again.")
         return data

@@ -93,8 +93,7 @@ def batch_sizes(uses: Array, before: I64, num_sessions: int) -> I64:
     np.maximum.at(min_sizes, sessions, -(-counts // steps))
     many = steps > 1
     np.minimum.at(max_sizes, sessions[many], (counts[many] - 1) // (steps[many] - 1))
-    result: I64 = np.where(min_sizes <= max_sizes, min_sizes, 0)
-    return result
+    return np.where(min_sizes <= max_sizes, min_sizes, 0)
 
 
 def blame_step(
@@ -198,7 +197,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     rows = np.flatnonzero(uses["slice"] == slice_index)
     before = steps_before(uses)
     sizes = batch_sizes(uses, before, len(index.sessions))
-    shares: list[BatchShare] = []
+    shares = []
     for epoch in np.unique(uses["epoch"][rows]).tolist():
         places = inverse(samples, count, derive_key(job.seed, "lease", epoch, slice_index)).astype(np.int64)
         order = np.argsort(places, kind="stable")
@@ -317,12 +316,12 @@ def verify_steps(path: Path) -> StepsReport:
         except (OSError, StateError) as error:
             raise LedgerError(f"{path}: cannot read the coordinator's log: {error}.") from error
     end_steps: dict[int, int | None] = {}
-    first_later_step: int | None = None
+    first_later_step = None
     for generation in reversed(generations):
         end_steps[generation["number"]] = first_later_step
         start = int(generation["start_step"])
         first_later_step = start if first_later_step is None else min(first_later_step, start)
-    problems: list[str] = []
+    problems = []
     samples = missing = repeated = redone = steps = 0
     next_step = next_sample = 0
     for number, start, stop, first_sample, count in rows:

@@ -295,7 +295,7 @@ def format_plan(plan: RunPlan) -> str:
     job, disk = plan.job, plan.disk
     num_nodes, total, memory = plan.parts[0].num_nodes, *map(format_bytes, (plan.total_bytes, plan.memory_bytes))
     node = "node" if num_nodes == 1 else f"each of {num_nodes} nodes"
-    rows: list[tuple[str, str]] = []
+    rows = []
     for of, part in zip(plan.datasets(), plan.parts):
         text = f"{of['slices']:,} slices, {format_bytes(of['bytes'])}, {of['samples']:,} samples"
         if job.weights is not None:

@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 import zstandard
@@ -54,6 +54,7 @@ _BLOCK_RATIO = 200
 _LARGE_BYTES = 16 << 20
 _SNAPPY, _PLAIN, _SKIPPABLE = 0, 1, 0x80  # Types of chunks.
 _large = threading.Lock()
+_T = TypeVar("_T")
 _ERRORS = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError, ValueError)
 
 
@@ -90,28 +91,24 @@ class ChunkStream(io.BufferedReader):
         """The damage that ended the stream."""
         return self._chunks.error
 
-    def _checked(self, data: Any, size: int | None) -> Any:
+    def _checked(self, data: _T, size: int | None) -> _T:
         if not data and size != 0 and (error := self._chunks.error) is not None:
             # A copy each time: the traceback would keep pyarrow's readers alive.
             raise type(error)(*error.args)
         return data
 
     def read(self, size: int | None = -1, /) -> bytes:
-        data: bytes = self._checked(super().read(size), size)
-        return data
+        return self._checked(super().read(size), size)
 
     def read1(self, size: int = -1, /) -> bytes:
-        data: bytes = self._checked(super().read1(size), size)
-        return data
+        return self._checked(super().read1(size), size)
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """As of any stream; a line that the damage cuts comes without its newline."""
-        data: bytes = self._checked(super().readline(size), size)
-        return data
+        return self._checked(super().readline(size), size)
 
     def readinto(self, buffer: Any, /) -> int:
-        read: int = self._checked(super().readinto(buffer), len(buffer))
-        return read
+        return self._checked(super().readinto(buffer), len(buffer))
 
 
 class _Chunks(io.RawIOBase):
@@ -295,8 +292,7 @@ def bounded_unpack(data: bytes | memoryview, compression: str, size: int, locati
         match compression:
             case "zstd":
                 unpacker = zstandard.ZstdDecompressor(max_window_size=_BLOCK_FLOOR)
-                raw: bytes = unpacker.stream_reader(data, read_across_frames=True).read(size)
-                return raw
+                return unpacker.stream_reader(data, read_across_frames=True).read(size)
             case "gz":
                 return gzip.GzipFile(fileobj=io.BytesIO(data)).read(size)
             case "bz2":

@@ -125,7 +125,7 @@ def _is_output(folder: Path, names: set[str]) -> bool:
 
 def _side_files(folder: Path, names: set[str]) -> set[str]:
     """Files that describe what lies beside them: a dataset saved by `datasets`, prepared text, a fetched API."""
-    side: set[str] = set()
+    side = set()
     if "state.json" in names and is_saved_dataset(folder):
         side |= {"state.json", "dataset_info.json"}
     if "dataset_dict.json" in names and any(is_saved_dataset(folder / name) for name in names):

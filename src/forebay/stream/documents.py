@@ -102,7 +102,7 @@ class TextEncoder:
         parts: list[Any] = [np.zeros(0, dtype)]
         for ids in self._encoder.encode([text.decode() for text in texts if text]):
             parts += (before, ids, after)
-        tokens: Array = np.concatenate(parts, dtype=dtype, casting="unsafe")
+        tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")
         counts["documents"] += len(texts)
         counts["empty"] += texts.count(b"")
         counts["text_bytes"] += sum(map(len, texts))

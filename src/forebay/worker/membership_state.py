@@ -223,7 +223,7 @@ class MembershipState:
             number = self._generation.number
             body = {**self._me(), "generation": number, "step": self.step}
             body |= {"changing": self._changing, "broken": self._broken, "wait_s": wait_s}
-            answer: Mapping[str, Any] = {}
+            answer = {}
             try:
                 answer = yield Request("/v1/members/heartbeat", body, wait_s)
                 pause_s = 0.1
