@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -230,11 +231,12 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
 
 
+@dataclass(eq=False)
 class _Stream:
     """A text stream that writes otherwise than another; all else is the other's own."""
 
-    def __init__(self, stream: TextIO, convert: Callable[[str], str]) -> None:
-        self._stream, self._convert = stream, convert
+    _stream: TextIO
+    _convert: Callable[[str], str]
 
     def write(self, text: str) -> int:
         self._stream.write(self._convert(text))

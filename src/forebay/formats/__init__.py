@@ -68,7 +68,13 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
         return None
     if path.name in (INDEX_FILE, STATE_FILE):
         return open_external(path.parent, dtype=dtype, column=column)
-    return _open_file(path, dtype)
+    detection = detect(path)
+    if detection.problem:
+        raise DatasetError(f"{path}: {detection.problem}")
+    is_tokens = dtype not in (None, GUESSED) or detection.format in (*HEADERS, RAW_TOKENS)
+    if not is_tokens and (path.name.startswith(IDS_PREFIX) or ids_of(path) is None):
+        return None
+    return VectorDataset(path, [path], dtype)
 
 
 def _open_directory(path: Path, dtype: Any, column: str | None) -> ExternalDataset | None:
@@ -107,16 +113,6 @@ def open_token_files(folder: Path, files: Sequence[Path], dtype: Any) -> Externa
             f"Give one such pattern in place of the directory: {folder / next(iter(sets))}*{sets[next(iter(sets))]}."
         )
     return VectorDataset(folder, sorted(chosen), dtype)
-
-
-def _open_file(path: Path, dtype: Any) -> ExternalDataset | None:
-    detection = detect(path)
-    if detection.problem:
-        raise DatasetError(f"{path}: {detection.problem}")
-    is_tokens = dtype not in (None, GUESSED) or detection.format in (*HEADERS, RAW_TOKENS)
-    if not is_tokens and (path.name.startswith(IDS_PREFIX) or ids_of(path) is None):
-        return None
-    return VectorDataset(path, [path], dtype)
 
 
 def _files(path: Path) -> Iterator[Path]:

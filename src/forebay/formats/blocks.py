@@ -322,7 +322,7 @@ class Block:
 
     def read(self) -> U8:
         """Return its bytes, decompressed; a map where it is not compressed. Raises DatasetError."""
-        external.check_size(self.path, self.stored_bytes, external.file_size(self.path))
+        external.check_size(self.path, self.stored_bytes)
         memory = external.map_file(self.path)
         if self.codec:
             memory = self._unpacked(memory)

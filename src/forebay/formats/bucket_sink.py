@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -293,21 +293,21 @@ def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> Non
     )
 
 
+@dataclass(eq=False)
 class Cursor:
     """Items of a source from a position on, with `count` tokens or rows before it; remembers where to read again."""
 
-    def __init__(
-        self, read: ReadFrom[Any], size: Callable[[Any], int],
-        count: int, position: Position | None,
-    ) -> None:  # fmt: skip
-        self._read, self._size, self._count, self._position = read, size, count, position
-        self._marks = deque[Mark]()
+    read: ReadFrom[Any]
+    size: Callable[[Any], int]
+    count: int
+    position: Position | None
+    _marks: deque[Mark] = field(default_factory=deque)
 
     def __iter__(self) -> Iterator[Any]:
-        for position, item in self._read(self._position):
+        for position, item in self.read(self.position):
             if position is not None:
-                self._marks.append((self._count, position))
-            self._count += self._size(item)
+                self._marks.append((self.count, position))
+            self.count += self.size(item)
             yield item
 
     def mark(self, count: int) -> Mark | None:

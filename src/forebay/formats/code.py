@@ -61,7 +61,13 @@ def _value(column: str, file: InputFile, text: str, licences: dict[Path, str]) -
     if column == "language":
         return language_of(file.name.rpartition(".")[0] if file.compression else file.name, text)
     if column in ("licence", "license"):
-        return spdx_of(text) or _licence_at(file, licences)
+        if found := spdx_of(text):
+            return found
+        for folder in _folders(file):
+            if folder not in licences:
+                licences[folder] = _licence_of_folder(folder)
+            if licences[folder]:
+                return licences[folder]
     return ""
 
 
@@ -100,15 +106,6 @@ def licence_versions(file: InputFile) -> list[tuple[str, str]]:
 def _folders(file: InputFile) -> Sequence[Path]:
     """Those of a local file, up to the input's root."""
     return () if "://" in file.path else Path(file.path).parents[: max(1, file.name.count("/"))]
-
-
-def _licence_at(file: InputFile, licences: dict[Path, str]) -> str:
-    for folder in _folders(file):
-        if folder not in licences:
-            licences[folder] = _licence_of_folder(folder)
-        if licences[folder]:
-            return licences[folder]
-    return ""
 
 
 def _licence_files(folder: Path) -> list[Path]:

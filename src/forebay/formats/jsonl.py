@@ -64,14 +64,19 @@ class Jsonl(LineFormat):
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):
-            if problem:
-                yield malformed(index, line, problem, f"byte {offset}", offset)
-            else:
-                record = parse_line(index, line, options, offset, offset)
-                if record.problem.startswith(_SEVERAL):
-                    yield from _parse_values(index, line, options, offset)
-                else:
-                    yield record
+            location = f"byte {offset}"
+            record = None if problem else parse_line(index, line, options, offset, offset)
+            if record is None:
+                yield malformed(index, line, problem, location, offset)
+            elif not record.problem.startswith(_SEVERAL):
+                yield record
+            else:  # Several objects, or lines that end in CR alone.
+                try:
+                    for value in values(io.BytesIO(line), options.max_document_bytes):
+                        yield object_record(index, value, options, location, offset)
+                        offset = -1
+                except (ValueError, RecursionError) as error:
+                    yield malformed(index, line, f"a line of several values: {error}", location)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schema = tables.infer_schema((lines.location, lines.rows, lines.num_bytes) for lines in _line_batches(paths))
@@ -124,16 +129,6 @@ def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, s
         digits = json.loads(line, parse_float=str, parse_int=str)[options.id_key]  # A large integer is a float, too.
         value[options.id_key] = digits
     return object_record(index, value, options, location, start)
-
-
-def _parse_values(index: int, line: bytes, options: ReadOptions, offset: int) -> Iterator[Record]:
-    """The documents of a line with several objects, or of lines that end in CR alone."""
-    try:
-        for value in values(io.BytesIO(line), options.max_document_bytes):
-            yield object_record(index, value, options, f"byte {offset}", offset)
-            offset = -1
-    except (ValueError, RecursionError) as error:
-        yield malformed(index, line, f"a line of several values: {error}", f"byte {offset}")
 
 
 def values(file: BinaryIO, limit: int) -> Iterator[object]:
@@ -230,22 +225,22 @@ def _line_batches(paths: Sequence[Path], position: Position | None = None) -> It
             is_seekable = file.seekable()
             if start:
                 file.seek(start)
-            lines = _numbered_lines(file, path, start, line)
-            for batch in batched(lines, lambda entry: len(entry[2]), tables.BATCH_BYTES, tables.BATCH_ROWS):
-                offset, number, _ = batch[0]
-                rows = [_parse_row(line, path, number) for _, number, line in batch]
-                slot = [index, offset, number] if is_seekable or not offset else None
-                yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), slot)
+            lines = _numbered_lines(file, start, line)
+            try:
+                for batch in batched(lines, lambda entry: len(entry[2]), tables.BATCH_BYTES, tables.BATCH_ROWS):
+                    offset, number, _ = batch[0]
+                    rows = [_parse_row(line, path, number) for _, number, line in batch]
+                    slot = [index, offset, number] if is_seekable or not offset else None
+                    yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), slot)
+            except CorruptInputError as error:
+                raise DatasetError(f"{path}: expected complete lines, got: {error}.") from error
 
 
-def _numbered_lines(file: BinaryIO, path: Path, offset: int, first: int) -> Iterator[tuple[int, int, bytes]]:
-    try:
-        for number, line in enumerate(file, first):
-            if line.strip():
-                yield offset, number, line.removeprefix(BOM) if number == 1 else line
-            offset += len(line)
-    except CorruptInputError as error:
-        raise DatasetError(f"{path}: expected complete lines, got: {error}.") from error
+def _numbered_lines(file: BinaryIO, offset: int, first: int) -> Iterator[tuple[int, int, bytes]]:
+    for number, line in enumerate(file, first):
+        if line.strip():
+            yield offset, number, line.removeprefix(BOM) if number == 1 else line
+        offset += len(line)
 
 
 def _parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class LitDataset(blocks.BlockDataset):
         path = self._folder / chunk.filename
         if 4 * (chunk.chunk_size + 2) + chunk.dim * kind.itemsize != chunk.chunk_bytes:
             raise damaged(path, f"{chunk.dim} tokens {kind}, as its index says", f"{chunk.chunk_bytes} bytes")
-        external.check_size(path, chunk.chunk_bytes, external.file_size(path))
+        external.check_size(path, chunk.chunk_bytes)
         return chunk.dim
 
     def _bounds(self, block: blocks.Block, memory: U8, offsets: I64) -> tuple[I64, I64]:

@@ -98,9 +98,23 @@ class Mds(layout.ColumnDirectory):
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         """Every column but pickled ones; images as their bytes, tokens that are bytes as numbers of `input_dtype`."""
-        folder = paths[0]
-        shards = _read_index(folder / INDEX_FILE)
-        columns = [_stored_column(folder / INDEX_FILE, shards, i, options) for i in range(len(shards[0].column_names))]
+        folder, index = paths[0], paths[0] / INDEX_FILE
+        shards = _read_index(index)
+        first, columns = shards[0], []
+        for name, encoding, size in zip(first.column_names, first.column_encodings, first.column_sizes):
+            decode: blocks.Decode
+            if encoding == "bytes" and name in (*external.TOKEN_COLUMNS, options.column):
+                decode = partial(np.frombuffer, dtype=_bytes_type(index, name, options.input_dtype))
+            elif _ARRAY.match(encoding):
+                decode = partial(_decode_array, *_array_type(index, encoding))
+            elif encoding in _DECODERS:
+                decode = _DECODERS[encoding]
+            else:
+                raise DatasetError(
+                    f"{index}: expected columns that are read without running code, got {name}: {encoding!r}. Write "
+                    "them with MosaicML's library as JSON or arrays."
+                )
+            columns.append(blocks.StoredColumn(name, size or None, decode))
         counts = [shard.samples for shard in shards]
         return blocks.open_blocks(self.name, folder, columns, counts, lambda i: _find_block(folder, shards[i]))
 
@@ -157,7 +171,7 @@ class MdsDataset(blocks.BlockDataset):
 
     def _count(self, file: int) -> int:
         block, column = self._block(file), self._column
-        external.check_size(block.path, block.stored_bytes, external.file_size(block.path))
+        external.check_size(block.path, block.stored_bytes)
         if column.length is not None:
             return block.num_samples * column.length
         if block.codec or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
@@ -250,23 +264,6 @@ def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
             return blocks.Block(path, shard.samples, num_bytes, file.bytes, codec, name, hashes.get(name, ""))
     path = folder / shard.raw_data.basename
     raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
-
-
-def _stored_column(path: Path, shards: list[MdsShard], index: int, options: ConvertOptions) -> blocks.StoredColumn:
-    name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
-    decode: blocks.Decode
-    if encoding == "bytes" and name in (*external.TOKEN_COLUMNS, options.column):
-        decode = partial(np.frombuffer, dtype=_bytes_type(path, name, options.input_dtype))
-    elif _ARRAY.match(encoding):
-        decode = partial(_decode_array, *_array_type(path, encoding))
-    elif encoding in _DECODERS:
-        decode = _DECODERS[encoding]
-    else:
-        raise DatasetError(
-            f"{path}: expected columns that are read without running code, got {name}: {encoding!r}. Write them with "
-            "MosaicML's library as JSON or arrays."
-        )
-    return blocks.StoredColumn(name, shards[0].column_sizes[index] or None, decode)
 
 
 def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> Array:

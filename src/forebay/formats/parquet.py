@@ -1,7 +1,7 @@
 """Parquet: text and rows by row group, page checksums compared, and memory bounded by what the page headers claim."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -98,14 +98,16 @@ class Parquet(ColumnFormat):
     def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> GroupRows:
         """A damaged row group costs its own rows."""
         for group in range(split.start, split.stop or reader.num_row_groups):
-            start = group
+            row_group, start = reader.metadata.row_group(group), group
             try:
-                for row in _group_rows(reader, split.files[0], group, keys):
-                    yield start, row
-                    start = -1
+                num_rows = _rows_at_once(reader, split.files[0], row_group, keys) if row_group.num_rows else 0
+                options = {"row_groups": [group], "columns": keys, "use_threads": False}
+                for batch in reader.iter_batches(num_rows, **options) if num_rows else ():
+                    for row in batch_rows(batch, keys):
+                        yield start, row
+                        start = -1
             except READ_ERRORS as error:
-                num_rows = reader.metadata.row_group(group).num_rows
-                location = f"row group {group}, of {num_rows} rows"
+                location = f"row group {group}, of {row_group.num_rows} rows"
                 unread = split.bytes // max(1, (split.stop or reader.num_row_groups) - split.start)
                 yield -1, Record(0, problem=f"damaged Parquet: {error_text(error)}", location=location, unread=unread)
 
@@ -167,19 +169,15 @@ def _open(file: InputFile) -> pq.ParquetFile:
     return pq.ParquetFile(stream if is_remote else file.path, **_SETTINGS)
 
 
-def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
-    row_group = parquet.metadata.row_group(group)
-    if not row_group.num_rows:
-        return
+def _rows_at_once(parquet: pq.ParquetFile, file: InputFile, row_group: Any, keys: list[str]) -> int:
     columns = [row_group.column(i) for i in range(row_group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.startswith(tuple(keys))]
     size = sum(max(0, column.total_uncompressed_size) for column in columns)
-    num_rows = min(_BATCH_ROWS, BATCH_BYTES * max(1, row_group.num_rows) // max(1, size))
+    num_rows: int = min(_BATCH_ROWS, BATCH_BYTES * max(1, row_group.num_rows) // max(1, size))
     dictionaries = [field.name for field in parquet.schema_arrow if pa.types.is_dictionary(field.type)]
     for column in columns:
         num_rows = min(num_rows, _max_column_rows(file, column, column.path_in_schema in dictionaries))
-    for batch in parquet.iter_batches(max(1, num_rows), row_groups=[group], columns=keys, use_threads=False):
-        yield from batch_rows(batch, keys)
+    return max(1, num_rows)
 
 
 def _first_byte(column: Any) -> int:

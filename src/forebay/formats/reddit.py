@@ -5,7 +5,7 @@ Hides which fields hold the text, and how deletion is marked. What was deleted o
 
 import html
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import orjson
@@ -13,7 +13,7 @@ import orjson
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.jsonl import Jsonl
-from forebay.formats.records import Record, has_surrogate, name_of, strip_turn_marks, values_of
+from forebay.formats.records import Record, Row, has_surrogate, name_of, strip_turn_marks, values_of
 from forebay.formats.text import Lines
 
 REMOVED = frozenset(("[deleted]", "[removed]", "[ Removed by Reddit ]", "[deleted by user]"))
@@ -75,7 +75,7 @@ def text_of(post: object) -> tuple[str, str]:
     return (text, "") if not has_surrogate(text) else ("", "half a surrogate pair in the text")
 
 
-def url_of(post: Mapping[str, object]) -> str:
+def url_of(post: Row) -> str:
     """Return its address; of old dumps, which lack it, made from what they have."""
     link, subreddit, own = post.get("permalink"), post.get("subreddit"), post.get("id")
     if isinstance(link, str) and link:

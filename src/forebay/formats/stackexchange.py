@@ -8,8 +8,6 @@ attributes of a post: `Score`, `Tags`, `CreationDate` …
 import html
 import re
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import BinaryIO
 
 from forebay.formats.base import Format
 from forebay.formats.html import HtmlError, html_to_text
@@ -41,37 +39,33 @@ class StackExchange(Format):
         file = split.files[0]
         with open_input(file, options) as stream:
             sites = [site[0] for part in re.split(r"[/\\]", file.path) if (site := _SITE.match(part.lower()))]
-            posts = _posts(stream, sites[-1] if sites else "", options)
-            yield from (replace(post, index=index) for index, post in enumerate(posts) if post is not None)
+            index = -1
+            for offset, line, problem in lines_of(stream, options):  # Dumps have one row a line.
+                row = line.strip()
+                if not problem and not row.startswith(b"<row"):
+                    continue
+                index += 1
+                if not row.endswith((b"/>", b"</row>")):
+                    problem = problem or "a row that does not end"
+                location, start, post = f"byte {offset}", row[:512].decode("utf-8", "replace"), dict[str, str]()
+                try:
+                    post = dict(_ATTRIBUTE.findall(row.decode("utf-8")))
+                except UnicodeDecodeError as error:
+                    problem = problem or f"not UTF-8: {error.reason} at byte {error.start}"
+                if problem or "Id" not in post:
+                    yield Record(index, text=start, problem=problem or "a row without Id", location=location)
+                elif post.get("PostTypeId") in ("1", "2"):  # Questions and answers.
+                    try:
+                        yield _document(index, post, sites[-1] if sites else "", location, options)
+                    except HtmlError as error:
+                        yield Record(index, post["Id"], start, problem=str(error), location=location)
 
 
-def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record | None]:
-    for offset, line, problem in lines_of(stream, options):  # Dumps have one row a line.
-        row = line.strip()
-        if not problem and not row.startswith(b"<row"):
-            continue
-        if not row.endswith((b"/>", b"</row>")):
-            problem = problem or "a row that does not end"
-        location, start, post = f"byte {offset}", row[:512].decode("utf-8", "replace"), dict[str, str]()
-        try:
-            post = dict(_ATTRIBUTE.findall(row.decode("utf-8")))
-        except UnicodeDecodeError as error:
-            problem = problem or f"not UTF-8: {error.reason} at byte {error.start}"
-        if problem or "Id" not in post:
-            yield Record(0, text=start, problem=problem or "a row without Id", location=location)
-        else:
-            is_post = post.get("PostTypeId") in ("1", "2")  # Questions and answers.
-            try:
-                yield _document(post, site, location, options) if is_post else None
-            except HtmlError as error:
-                yield Record(0, post["Id"], start, problem=str(error), location=location)
-
-
-def _document(post: dict[str, str], site: str, location: str, options: ReadOptions) -> Record:
+def _document(index: int, post: dict[str, str], site: str, location: str, options: ReadOptions) -> Record:
     text = html_to_text(html.unescape(post.get("Body", "")))
     if title := strip_turn_marks(html.unescape(post.get("Title", ""))).strip():
         text = f"{title}\n\n{text}"
     kind = "a" if post.get("PostTypeId") == "2" else "q"
     values = values_of({name: html.unescape(post.get(name, "")) for name in options.columns}, options)
     url = f"https://{site}/{kind}/{post['Id']}" if site else ""
-    return Record(0, post["Id"], text, url, location=location, values=values)
+    return Record(index, post["Id"], text, url, location=location, values=values)

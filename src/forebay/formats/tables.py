@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -85,6 +85,9 @@ def column_of(rows: Array, field: pa.Field) -> pa.Array:
     flat, kind = np.ascontiguousarray(rows).reshape(-1), leaf_type(field.type)
     is_packed = flat.dtype == np.bool_
     values = pa.array(flat) if is_packed else pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(flat)])
+    if pa.types.is_list(field.type):
+        offsets = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(math.prod(rows.shape[1:]))
+        return pa.ListArray.from_arrays(pa.array(offsets), values, type=field.type)
     if not isinstance(field.type, pa.FixedShapeTensorType):
         return values
     lists = pa.FixedSizeListArray.from_arrays(values, max(1, math.prod(field.type.shape)))
@@ -310,16 +313,18 @@ def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array
         return column_of(stacked, field)
 
 
+@dataclass(eq=False)
 class Encoded:
     """A part to which a function turns batches, given the place of their first row in the whole table."""
 
-    def __init__(self, file: BinaryIO, first_row: int, encode: Callable[[pa.RecordBatch, int], bytes]) -> None:
-        self._file, self._encode, self._row = file, encode, first_row
+    file: BinaryIO
+    first_row: int  # Of the next batch.
+    encode: Callable[[pa.RecordBatch, int], bytes]
 
     def write(self, table: pa.Table) -> None:
         for batch in table.to_batches():
-            self._file.write(self._encode(batch, self._row))
-            self._row += batch.num_rows
+            self.file.write(self.encode(batch, self.first_row))
+            self.first_row += batch.num_rows
 
     def close(self) -> None:
         pass

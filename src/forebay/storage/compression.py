@@ -166,24 +166,23 @@ def unpack_stream(
     A read raises CorruptInputError where the stream is damaged or ends early, or once more than 256 MiB and
     `max_ratio` times its packed bytes were unpacked.
     """
-    chunks = _unpacked(CountedReader(packed), compression, max_ratio, max_window_bytes)
-    return ChunkStream(chunks, packed.close)
 
+    def unpacked() -> Iterator[bytes]:
+        size, counted = 0, CountedReader(packed)
+        try:
+            for data in unpack_members(counted, compression, max_window_bytes):
+                yield data
+                size += len(data)
+                if size > max(MIN_UNPACKED_BYTES, max_ratio * counted.count):
+                    raise ValueError(
+                        f"{counted.count} bytes grew to more than {max_ratio} times as many: a bomb, or text "
+                        "without content. Raise max_unpacked_ratio if you trust it"
+                    )
+        except _ERRORS as error:
+            reason = str(error).rstrip(".")
+            raise CorruptInputError(f"damaged {compression} after {size} unpacked bytes: {reason}.") from error
 
-def _unpacked(packed: CountedReader, compression: str, max_ratio: int, max_window_bytes: int) -> Iterator[bytes]:
-    size = 0
-    try:
-        for data in unpack_members(packed, compression, max_window_bytes):
-            yield data
-            size += len(data)
-            if size > max(MIN_UNPACKED_BYTES, max_ratio * packed.count):
-                raise ValueError(
-                    f"{packed.count} bytes grew to more than {max_ratio} times as many: a bomb, or text "
-                    "without content. Raise max_unpacked_ratio if you trust it"
-                )
-    except _ERRORS as error:
-        reason = str(error).rstrip(".")
-        raise CorruptInputError(f"damaged {compression} after {size} unpacked bytes: {reason}.") from error
+    return ChunkStream(unpacked(), packed.close)
 
 
 def unpack_members(packed: CountedReader, compression: str, max_window_bytes: int, step: int = 0) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ an epoch: the tokens that remain there are counted as `tail_tokens`.
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class StreamOptions:
         check_integer("lanes", self.lanes, 1)
 
 
+@dataclass(eq=False)
 class Lane:
     """The samples of one share of the records, of `seq_len` tokens, from `state` on.
 
@@ -68,14 +69,18 @@ class Lane:
     documents (`read_s`) and of encoding them (`tokenize_s`). Files are in the order of the input unless `shuffle`.
     """
 
-    def __init__(
-        self, records: Records, share: Share, encoder: TextEncoder, options: StreamOptions, state: LaneState, *,
-        seq_len: int, seed: int, shuffle: bool, malformed: list[Malformed], times: dict[str, float],
-    ) -> None:  # fmt: skip
-        self.state, self._times = state, times
-        self._records, self._share, self._encoder, self._options = records, share, encoder, options
-        self._seq_len, self._seed, self._shuffle, self._malformed = seq_len, seed, shuffle, malformed
-        self._documents: Generator[bytes, None, None] | None = None  # The documents of the epoch that is being read.
+    _records: Records
+    _share: Share
+    _encoder: TextEncoder
+    _options: StreamOptions
+    state: LaneState
+    _: KW_ONLY
+    seq_len: int
+    seed: int
+    shuffle: bool
+    malformed: list[Malformed]
+    times: dict[str, float]
+    _documents: Generator[bytes, None, None] | None = None  # The documents of the epoch that is being read.
 
     def take(self, count: int) -> tuple[Array, int]:
         """Return the tokens of the next samples, and how many samples: fewer than `count` at an epoch's end alone.
@@ -86,7 +91,7 @@ class Lane:
         Raises:
             DatasetError: If an epoch has no sample (with `drop_last`, fewer than `count`).
         """
-        length, state = self._seq_len, self.state
+        length, state = self.seq_len, self.state
         last = count if self._options.drop_last else 1
         required = (count + last) * length  # to know the last samples for the last
         if len(state.tokens) - state.offset < required:
@@ -120,11 +125,11 @@ class Lane:
     def _open(self) -> Generator[bytes, None, None]:
         """Return the documents of the epoch from the state on, UTF-8, in the order in which they are encoded."""
         options, state = self._options, self.state
-        key = derive_key(self._seed, "stream", "files", state.epoch) if self._shuffle else None
+        key = derive_key(self.seed, "stream", "files", state.epoch) if self.shuffle else None
         self._reading = self._records.open(state.epoch, key, state.position, self._share)
         self._buffer = ShuffleBuffer(
             options.shuffle_documents, options.shuffle_bytes,
-            derive_key(self._seed, "stream", "documents", state.epoch, self._share.lane), state.draws, state.buffered,
+            derive_key(self.seed, "stream", "documents", state.epoch, self._share.lane), state.draws, state.buffered,
             options.warmup_documents,
         )  # fmt: skip
         self._counts, self._num_records = dict(state.counts), state.records
@@ -159,8 +164,8 @@ class Lane:
                 yield text
             elif problem != "blank":
                 self._counts["malformed"] += 1
-                if len(self._malformed) < _MAX_MALFORMED:
-                    self._malformed.append(Malformed(name, record.location, problem))
+                if len(self.malformed) < _MAX_MALFORMED:
+                    self.malformed.append(Malformed(name, record.location, problem))
 
     def _fill(self, required: int) -> LaneState:
         """The state with as many tokens to give out as required, or all of the epoch."""
@@ -168,7 +173,7 @@ class Lane:
         documents = self._documents = self._documents or self._open()
         parts = [state.tokens[state.offset :]]
         num_tokens = len(parts[0])
-        times, began = self._times, time.perf_counter()
+        times, began = self.times, time.perf_counter()
         while num_tokens < required:
             texts, num_bytes = list[bytes](), self._encoder.next_bytes
             while num_bytes > 0 and (text := next(documents, None)) is not None:
@@ -189,7 +194,7 @@ class Lane:
     def _too_short(self, num_tokens: int, num_samples: int) -> DatasetError:
         advice = "Ask for shorter samples or smaller batches"
         advice += ", or for fewer lanes: lanes=1 is one stream." if self._share.lanes > 1 else "."
-        for record in self._malformed[:1]:
+        for record in self.malformed[:1]:
             advice = (
                 f"{self.state.counts['malformed']} records were skipped, the first at {record.location} of "
                 f"{record.name}: {record.problem}. Name the column of text (text_key), or look at the file."
@@ -197,5 +202,5 @@ class Lane:
         lane = f" of lane {self._share.lane} of {self._share.lanes}" if self._share.lanes > 1 else ""
         return DatasetError(
             f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {self.state.records} records"
-            f"{lane} for {num_samples} samples of {self._seq_len}. {advice}"
+            f"{lane} for {num_samples} samples of {self.seq_len}. {advice}"
         )
