@@ -13,12 +13,12 @@ from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.arrow import STATE_FILE, check_split
 from forebay.formats.base import formats, get_format
 from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import RAW_TOKENS, detect
 from forebay.formats.external import ExternalDataset, below, reading
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
-from forebay.formats.saved_arrow import STATE_FILE, check_split
 from forebay.formats.vectors import (
     GUESSED,
     HEADERS,

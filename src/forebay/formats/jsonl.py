@@ -1,8 +1,10 @@
-"""JSON lines, plain or compressed: one object a line.
+"""JSON: lines, plain or compressed, one object a line; and files of a list of objects, or of one after the other.
 
 As a table, a value that comes after the first 64 MiB and is of another type, or a field of its own, is an error that
 names the line, never left out; bytes and numbers that are not finite are refused. What orjson refuses is parsed again
 by `json`, which also reads NaN and integers of any length, and whose messages are better.
+
+Also TOML files that describe requests to a JSON API: `forebay prepare` fetches what they name as JSON lines.
 """
 
 import codecs
@@ -21,11 +23,12 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from forebay.errors import CorruptInputError, DatasetError, ForebayError
+from forebay.errors import CorruptInputError, DatasetError, ForebayError, UsageError
 from forebay.formats import tables
+from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, Position, Positioned, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
-from forebay.formats.inputs import InputSplit, ReadOptions
+from forebay.formats.inputs import InputSplit, ReadOptions, open_input
 from forebay.formats.records import Record, batched, has_surrogate, malformed, shown_text, to_record
 from forebay.formats.report import Report
 from forebay.formats.text import BOM, LineFormat, split_lines
@@ -275,3 +278,45 @@ def json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
         return [None if row is None else [float(value) for value in row] for row in column.to_pylist()]
     values: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
     return values
+
+
+class Json(Format):
+    """Files of JSON that are not lines."""
+
+    name = "json"
+    suffixes = (".json",)
+    is_plain_text = True
+
+    def sniff(self, head: bytes) -> bool:
+        is_object = re.match(rb'[\s\x1e]*(\[\s*)?\{\s*("|$)', head.removeprefix(BOM)) is not None
+        return is_object and not Jsonl().sniff(head)
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        """What cannot be parsed ends a file: nothing tells where the next object begins."""
+        index = -1
+        with open_input(split.files[0], options) as file:
+            try:
+                for index, value in enumerate(values(file, options.max_document_bytes)):
+                    yield object_record(index, value, options, f"value {index}")
+            except (ValueError, RecursionError, CorruptInputError) as error:
+                reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                yield Record(index + 1, problem=reason, location=f"value {index + 1}", unread=-1)
+
+
+class ApiRequest(Format):
+    """A request to a JSON API. Reading it as text raises: it has to be fetched first."""
+
+    name = "api"
+    suffixes = (".api.toml",)
+
+    def sniff(self, head: bytes) -> bool:
+        # A text may show such a file; this one begins as TOML does, after comments.
+        return (
+            re.match(rb"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]*(?:\[|[\w.-]+\s*=)", head.removeprefix(BOM)) is not None
+            and re.search(rb"(?m)^(?:url|preset)\s*=\s*\"", head) is not None
+            and re.search(rb"(?m)^(?:preset|items|next)\s*=\s*\"", head) is not None
+        )
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        path = split.files[0].path
+        raise UsageError(f"{path}: describes an API. Name it NAME.api.toml and run `forebay prepare` on it.")

@@ -23,6 +23,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import DatasetError, ForebayError, PrepareError, UsageError
 from forebay.formats import dataset_format, open_external, open_token_files
+from forebay.formats.arrow import check_split
 from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import (
     ConvertOptions,
@@ -37,7 +38,6 @@ from forebay.formats.detect import Detection, detect
 from forebay.formats.images import Images
 from forebay.formats.layout import decide_layout, layout_of_tokens
 from forebay.formats.records import batched
-from forebay.formats.saved_arrow import check_split
 from forebay.formats.tables import TableDigest, flatten, leaf_type
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES

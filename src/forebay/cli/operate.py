@@ -1,20 +1,100 @@
-"""`forebay ledger`: verify a ledger, look up who used which samples, export the uses."""
+"""Commands around a run: top, dashboard, ledger, launch."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from argparse import Namespace
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, file, print_result, public_key, share
-from forebay.errors import UsageError
+from forebay.cli.arguments import (
+    add_identity,
+    add_settings,
+    address,
+    file,
+    folder,
+    is_loopback,
+    print_result,
+    public_key,
+    share,
+)
+from forebay.cli.running import load_identity, ready, stop_event, until_stopped
+from forebay.errors import MALFORMED, StateError, UsageError
+from forebay.launch import KINDS, render, write
 
 if TYPE_CHECKING:
     from forebay.dataset.documents import Documents
     from forebay.ledger.index import LedgerIndex
+    from forebay.observe.dashboard import Dashboard
     from forebay.observe.ledger_queries import BatchShare
+    from forebay.observe.sources import Source
+
+_TARGET = (
+    "HOST:PORT of a scheduler, coordinator or data node; http://HOST:PORT; or a folder: a record, or prepare's output"
+)
+
+
+def _open(args: Namespace, stack: ExitStack, command: str) -> Source:
+    from forebay.network.client import Client
+    from forebay.observe.sources import open_source
+
+    def client() -> Client:
+        identity = load_identity(args)
+        identity.check_role(command, "viewer")
+        return stack.enter_context(Client(identity))
+
+    return open_source(args.target, client)
+
+
+def _top(args: Namespace) -> None:
+    from forebay.observe.top import show_top
+
+    with ExitStack() as stack:
+        source = _open(args, stack, "top")
+        if args.replay and not source.times():
+            raise UsageError(f"top --replay: expected a folder with the record of a run, got {args.target}.")
+        if args.json:
+            import orjson
+
+            print(orjson.dumps(source.poll()).decode())
+            return
+        try:
+            show_top(source, replay=args.replay)
+        except MALFORMED as error:
+            raise StateError(
+                f"top: expected views of this version from {args.target}, got others ({type(error).__name__}: {error})."
+            ) from error
+
+
+def open_page(listen: str, source: Source, record: Path | None = None, *, is_open: bool = False) -> Dashboard:
+    """A dashboard that serves at `listen`; beyond loopback only if `is_open`."""
+    from forebay.observe.dashboard import Dashboard
+    from forebay.observe.record import RunRecord
+
+    host, port = address(listen)
+    if not is_loopback(host):
+        if not is_open:
+            raise UsageError(
+                f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could read "
+                "the page. Use 127.0.0.1 and an SSH tunnel, or `forebay dashboard --allow-plain-http`."
+            )
+        print(f"forebay: plain HTTP on {listen}: any host that reaches it can read the page.", file=sys.stderr)
+    recorded = None if record is None else RunRecord(record)
+    return Dashboard(source, host, port, record=recorded).start()
+
+
+def _dashboard(args: Namespace) -> None:
+    stop = stop_event()
+    with ExitStack() as stack:
+        source = _open(args, stack, "dashboard")
+        source.poll()  # What cannot be shown is an error here.
+        page = stack.enter_context(open_page(args.listen, source, args.record, is_open=args.allow_plain_http))
+        ready(args, role="dashboard", url=page.url)
+        until_stopped(stop)
 
 
 def _verify(args: Namespace) -> bool:
@@ -123,7 +203,40 @@ def _export(args: Namespace) -> None:
     print_result(args, {"uses": count, "out": str(args.out)}, f"{count:,} uses to {args.out}")
 
 
+def _launch(args: Namespace) -> None:
+    values = {}
+    for text in args.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"launch: --set: expected KEY=VALUE, such as name=train, got {text!r}.")
+        values[key] = value
+    paths = write(args.directory, render(args.kind, values, args.command))
+    name = values.get("name", KINDS[args.kind].settings["name"].default)
+    steps = [step.format(out=shlex.quote(str(args.directory)), name=name) for step in KINDS[args.kind].next_steps]
+    files = list(map(str, paths))
+    print_result(args, {"files": files, "next": steps}, *files, *(f"next: {step}" for step in steps))
+
+
+def _settings() -> str:
+    lines = []
+    for kind, about in KINDS.items():
+        lines += ["", f"settings of {kind}:"]
+        lines += [f"  {f'{key}={item.default}':<34}{item.about}" for key, item in about.settings.items()]
+    return "\n".join(lines)
+
+
 def add_verbs(verb: Any, group: Any) -> None:
+    p = verb("top", _top, "show a job, a node, a run or a preparation in the terminal, live")
+    p.add("target", _TARGET, "TARGET")
+    p.add_flag("--replay", "play the record of a run from its start")
+    add_identity(p)
+    p = verb("dashboard", _dashboard, "serve a page that shows it in a browser, live", log_level="info")
+    p.add("target", _TARGET, "TARGET")
+    p.add("--listen", "address of the page; port 0: a free one", "HOST:PORT", "127.0.0.1:7480")
+    p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", folder)
+    p.add_flag("--allow-plain-http", "allow other addresses than this machine's")
+    add_identity(p)
+
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
     p.add("file", "a ledger, or a coordinator's state", Path)
@@ -145,3 +258,10 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--out", "the file to write (required)", file, required=True)
     p.add("--format", "format of the table", ["jsonl", "parquet"], "jsonl")
     p.add_flag("--sample-ids", "add a column with the ids of the samples")
+
+    p = verb("launch", _launch, "write the files that run Forebay on a cluster or in containers, filled in")
+    p.takes_command, p.usage = True, "forebay launch KIND [DIR] [OPTIONS] [-- COMMAND ARG ...]"
+    p.epilog = f"COMMAND: the program of every rank or worker, such as `python train.py`\n{_settings()}"
+    p.add("kind", ", ".join(KINDS), "KIND", choices=list(KINDS))
+    p.add("directory", "for the files (default: here)", folder, Path(), nargs="?")
+    add_settings(p, "name=train")
