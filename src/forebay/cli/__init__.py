@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from forebay.cli import data, network, nodes, operate, parser, plan, prepare
+from forebay.cli import data, network, nodes, operate, parser, prepare
 from forebay.cli.parser import report_failure
 from forebay.errors import ForebayError, UsageError, install_command
 
@@ -98,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
         abouts[name] = about
         return verbs.add_parser(name, description=about).add_subparsers(metavar="COMMAND", required=True)
 
-    for commands in (prepare, data, plan, network, nodes, operate):
+    for commands in (prepare, data, network, nodes, operate):
         commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
     main_parser.epilog = parser.panels(abouts)

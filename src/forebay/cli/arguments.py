@@ -7,6 +7,7 @@ import math
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,11 @@ def print_result(args: argparse.Namespace, fields: Any, *lines: str) -> None:
     """Print a result at once: as JSON with `--json`, else these lines."""
     if text := json.dumps(fields) if args.json else "\n".join(lines):
         print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """Print a note on stderr."""
+    print(f"forebay: {text}", file=sys.stderr, flush=True)
 
 
 def plain(value: Any) -> str:

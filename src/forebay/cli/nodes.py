@@ -20,6 +20,7 @@ from forebay.cli.arguments import (
     file,
     folder,
     is_loopback,
+    note,
     positive,
     print_result,
     seconds,
@@ -124,13 +125,12 @@ def _find(args: Namespace) -> bool:
     line = "{name}  {dataset_id}  {slices} slices  {peer_id} at {address}"
     print_result(args, providers, *(line.format(**claim) for claim in providers))
     if not providers:
-        print(
-            f"forebay: no data node announces a dataset named {args.name!r} in this network. "
-            "Check the name, that its data node runs (forebay serve), and that this node is not revoked",
-            file=sys.stderr,
+        note(
+            f"no data node announces a dataset named {args.name!r} in this network. "
+            "Check the name, that its data node runs (forebay serve), and that this node is not revoked"
         )
     elif len({c.dataset_id for c in claims}) > 1:
-        print(f"forebay: {args.name!r} is the name of several datasets here; they are never mixed", file=sys.stderr)
+        note(f"{args.name!r} is the name of several datasets here; they are never mixed")
     return not providers
 
 
@@ -280,16 +280,16 @@ def _coordinate(args: Namespace) -> None:
                 f"coordinator: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
                 "Give --identity DIR for mutual TLS, or --allow-plain-http on a trusted network."
             )
-        print(f"forebay: plain HTTP on {host}:{port}: any host that reaches it may join the run.", file=sys.stderr)
+        note(f"plain HTTP on {host}:{port}: any host that reaches it may join the run.")
     if args.state is None:
-        print("forebay: the run's state is in memory; --state DIR stores it.", file=sys.stderr)
+        note("the run's state is in memory; --state DIR stores it.")
     rules = Rules(
         args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
         args.workers_per_member,
     )  # fmt: skip
     coordinator = Coordinator(
         host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
-        on_note=lambda text: print(f"forebay: {text}", file=sys.stderr, flush=True),
+        on_note=note,
     )  # fmt: skip
     stop = stop_event()
     with coordinator:

@@ -9,11 +9,10 @@ import sys
 import textwrap
 from argparse import Namespace
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, folder, percentage, positive, size
+from forebay.cli.arguments import add_settings, file, folder, note, percentage, positive, size
 from forebay.errors import UsageError
 from forebay.toml import parse_settings
 from forebay.units import numbered
@@ -59,8 +58,7 @@ def _prepare(args: Namespace) -> None:
     names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
     options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
-        notify = partial(print, "forebay:", file=sys.stderr)
-        output = prepare_dataset(inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=notify, **options)
+        output = prepare_dataset(inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=note, **options)
     result = output.to_json()
     if not output.id and args.task:
         print(f"all tasks of {args.out} are finished; --finish in place of --task writes the output")

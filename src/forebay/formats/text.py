@@ -134,10 +134,10 @@ def skip_line(file: BinaryIO) -> int:
 def read_document(index: int, file: InputFile, options: ReadOptions, html: bool = False) -> tuple[bytes, Record]:
     """Return the bytes of a file that is one document, and its record; no bytes where they cannot be read."""
     data, fault = read_data(index, file, options)
-    return data, fault or decoded_document(index, data, options, html=html)
+    return data, fault or decoded_document(index, data, options, "", html)
 
 
-def decoded_document(index: int, data: bytes, options: ReadOptions, location: str = "", html: bool = False) -> Record:
+def decoded_document(index: int, data: bytes, options: ReadOptions, location: str, html: bool) -> Record:
     """Return `document_of` bytes that may be in an encoding without a label."""
     record = document_of(index, data, location, html)
     if record.problem and not html and options.encoding == "auto" and (encoding := find_encoding(data)):

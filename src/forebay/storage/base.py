@@ -275,7 +275,7 @@ def head_object(
     return Patience(timeout_s=timeout_s).ask(lambda: origin.head(name), f"{name} from {origin.url}", stop)
 
 
-def download(body: Callable[[int], Iterator[memoryview]], size: int, path: Path, *, resumes: bool = True) -> int:
+def download(body: Callable[[int], Iterator[memoryview]], size: int, path: Path, *, resumes: bool) -> int:
     """Append to a file what it lacks of `size` bytes, from `body(start)`; return `start`, 0 if a longer one is dropped.
 
     What was received is in the file after an error, too.

@@ -327,7 +327,7 @@ def retry_delay_s(headers: Mapping[str, str]) -> float:
     return min(3600.0, max(0.0, wait_s - now) if wait_s > 1e9 else wait_s)
 
 
-def check_redirect(origin: str, target: str, *, https_only: bool = False) -> None:
+def check_redirect(origin: str, target: str, *, https_only: bool) -> None:
     """Refuse a redirect to other schemes than http and https (`https_only`: than https), and from a public address to
     one of this machine, its networks or a cloud's metadata. Raises PermanentError."""
     source, destination = urlsplit(origin), urlsplit(target)
