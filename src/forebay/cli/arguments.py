@@ -32,7 +32,7 @@ def print_result(args: argparse.Namespace, fields: Any, *lines: str) -> None:
         print(text, flush=True)
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a note on stderr."""
     print(f"forebay: {text}", file=sys.stderr, flush=True)
 

@@ -17,9 +17,9 @@ from forebay.cli.arguments import (
     file,
     folder,
     index_range,
-    note,
     plain,
     positive,
+    print_note,
     print_result,
     show,
     size,
@@ -206,7 +206,7 @@ def _extract(args: Namespace) -> bool:
                 continue
             if problem:
                 num_failed += 1
-                note(f"{split.files[0].path}: {record.location or record.index}: {problem}")
+                print_note(f"{split.files[0].path}: {record.location or record.index}: {problem}")
             elif args.json:
                 print(json.dumps({"url": record.url, "text": text}))
             else:
@@ -256,7 +256,7 @@ def _convert(args: Namespace) -> None:
     if unit == "tokens" and to != "forebay" and (name := source.metadata.get("tokenizer")):
         print(f"note: left out the tokenizer ({name})", file=sys.stderr)
     for line in describe_skipped(skipped):
-        note(line)
+        print_note(line)
 
 
 def _convert_options(args: Namespace) -> ConvertOptions:

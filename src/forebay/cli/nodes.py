@@ -20,8 +20,8 @@ from forebay.cli.arguments import (
     file,
     folder,
     is_loopback,
-    note,
     positive,
+    print_note,
     print_result,
     seconds,
     show,
@@ -125,12 +125,12 @@ def _find(args: Namespace) -> bool:
     line = "{name}  {dataset_id}  {slices} slices  {peer_id} at {address}"
     print_result(args, providers, *(line.format(**claim) for claim in providers))
     if not providers:
-        note(
+        print_note(
             f"no data node announces a dataset named {args.name!r} in this network. "
             "Check the name, that its data node runs (forebay serve), and that this node is not revoked"
         )
     elif len({c.dataset_id for c in claims}) > 1:
-        note(f"{args.name!r} is the name of several datasets here; they are never mixed")
+        print_note(f"{args.name!r} is the name of several datasets here; they are never mixed")
     return not providers
 
 
@@ -280,16 +280,16 @@ def _coordinate(args: Namespace) -> None:
                 f"coordinator: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
                 "Give --identity DIR for mutual TLS, or --allow-plain-http on a trusted network."
             )
-        note(f"plain HTTP on {host}:{port}: any host that reaches it may join the run.")
+        print_note(f"plain HTTP on {host}:{port}: any host that reaches it may join the run.")
     if args.state is None:
-        note("the run's state is in memory; --state DIR stores it.")
+        print_note("the run's state is in memory; --state DIR stores it.")
     rules = Rules(
         args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
         args.workers_per_member,
     )  # fmt: skip
     coordinator = Coordinator(
         host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
-        on_note=note,
+        on_note=print_note,
     )  # fmt: skip
     stop = stop_event()
     with coordinator:

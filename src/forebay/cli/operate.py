@@ -19,8 +19,8 @@ from forebay.cli.arguments import (
     file,
     folder,
     is_loopback,
-    note,
     positive,
+    print_note,
     print_result,
     public_key,
     rate,
@@ -94,7 +94,7 @@ def open_page(listen: str, source: Source, record: Path | None = None, *, is_ope
                 f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could read "
                 "the page. Use 127.0.0.1 and an SSH tunnel, or `forebay dashboard --allow-plain-http`."
             )
-        note(f"plain HTTP on {listen}: any host that reaches it can read the page.")
+        print_note(f"plain HTTP on {listen}: any host that reaches it can read the page.")
     recorded = None if record is None else RunRecord(record)
     return Dashboard(source, host, port, record=recorded).start()
 

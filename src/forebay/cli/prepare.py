@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, folder, note, percentage, positive, size
+from forebay.cli.arguments import add_settings, file, folder, percentage, positive, print_note, size
 from forebay.errors import UsageError
 from forebay.toml import parse_settings
 from forebay.units import numbered
@@ -58,7 +58,9 @@ def _prepare(args: Namespace) -> None:
     names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
     options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
-        output = prepare_dataset(inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=note, **options)
+        output = prepare_dataset(
+            inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=print_note, **options
+        )
     result = output.to_json()
     if not output.id and args.task:
         print(f"all tasks of {args.out} are finished; --finish in place of --task writes the output")

@@ -85,11 +85,8 @@ def _open_directory(path: Path, dtype: Any, column: str | None) -> ExternalDatas
         return get_format(name).open_tokens(path, dtype, column)
     files = list(_files(path))
     pairs = [pair for file in files if is_index(file) and (pair := pair_of(file))]
-    opened: ExternalDataset | None
-    if pairs:
-        opened = MegatronDataset(path, pairs)
-    else:
-        opened = open_token_files(path, [file for file in files if file.parent == path], dtype)
+    beside = [file for file in files if file.parent == path]
+    opened = MegatronDataset(path, pairs) if pairs else open_token_files(path, beside, dtype)
     for file in opened.files if opened is not None else ():
         below(path, file)
     return opened

@@ -61,8 +61,8 @@ def _value(column: str, file: InputFile, text: str, licences: dict[Path, str]) -
     if column == "language":
         return language_of(file.name.rpartition(".")[0] if file.compression else file.name, text)
     if column in ("licence", "license"):
-        if found := spdx_of(text):
-            return found
+        if licence := spdx_of(text):
+            return licence
         for folder in _folders(file):
             if folder not in licences:
                 licences[folder] = _licence_of_folder(folder)
