@@ -92,8 +92,12 @@ def convert(
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     naming = naming_source(path if isinstance(path, (str, Path)) else source.format)
     if isinstance(out, PrintableUrl):
+        own_name = source.metadata.get("name") if isinstance(source, TokenSource) else ""
+        options = replace(options, name=options.name or str(own_name or "") or url_name(out))
+        resumes = not (isinstance(source, TokenSource) and needs_table(to, options))
         with naming:
-            return _convert_to_bucket(source, out, to, options)
+            written, num_bytes, id = write_to_bucket(source, out, to, options, partial(_write, to=to), resumes)
+        return ConversionReport(source.format, to, out, replace(written, digest=""), num_bytes, id)
     target = Path(out)
     with naming, stage_beside(target) as stage:
         check_output(path, target, to, force)  # Again: what a killed run moved away may be back.
@@ -118,7 +122,11 @@ def convert(
 def _write(source: TokenSource | TableSource, staged: Path, options: ConvertOptions, to: str) -> Written:
     """Write a source, and compare what was written; a sink elsewhere has compared each file."""
     if isinstance(source, TokenSource) and needs_table(to, options):
-        return _write_as_table(source, staged, to, options)
+        stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
+        tokens = replace(source, dtype=stream.dtype, parts=stream.parts)
+        written = _write(table_of_tokens(tokens, options.column or "input_ids"), staged, options, to)
+        counts, notes = stream.digest, (*written.notes, *stream.notes)
+        return replace(written, num_tokens=counts.num_tokens, num_documents=counts.num_documents, notes=notes)
     if isinstance(source, TokenSource):
         if options.compress not in ("", "none", *(codecs := get_format(to).token_codecs)):
             expected = f"one of {', '.join(codecs)}" if codecs else "it for a table"
@@ -134,14 +142,6 @@ def _write(source: TokenSource | TableSource, staged: Path, options: ConvertOpti
     if not options.sink.is_remote:
         verify_table(staged, written, options)
     return written
-
-
-def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
-    stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
-    table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
-    written = _write(table, staged, options, to)
-    notes = (*written.notes, *stream.notes)
-    return replace(written, num_tokens=stream.digest.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
 
 
 def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtype: str) -> None:
@@ -202,13 +202,3 @@ def _commit(staged: Path, out: Path) -> None:
         sync_directory(out.parent)
         remove_path(old)
     sync_directory(out.parent)
-
-
-def _convert_to_bucket(
-    source: TokenSource | TableSource, url: str, to: str, options: ConvertOptions
-) -> ConversionReport:
-    is_table = isinstance(source, TokenSource) and needs_table(to, options)
-    own_name = source.metadata.get("name") if isinstance(source, TokenSource) else ""
-    options = replace(options, name=options.name or str(own_name or "") or url_name(url))
-    written, num_bytes, id = write_to_bucket(source, url, to, options, partial(_write, to=to), resumes=not is_table)
-    return ConversionReport(source.format, to, url, replace(written, digest=""), num_bytes, id)

@@ -101,7 +101,7 @@ def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str):
         "    def __del__(self): raise KeyboardInterrupt\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, *_):\n"
-        f"        if name == 'forebay.cli.convert': {interrupt}\n"
+        f"        if name == 'forebay.cli.data': {interrupt}\n"
         "sys.meta_path.insert(0, Interrupt())\n"
         "forebay.__main__.run()\n"
     )

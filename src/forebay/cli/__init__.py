@@ -11,20 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from forebay.cli import (
-    convert,
-    data,
-    launch,
-    ledger,
-    network,
-    nodes,
-    observe,
-    parser,
-    plan,
-    prepare,
-    scheduler,
-    workers,
-)
+from forebay.cli import data, network, nodes, operate, parser, prepare
 from forebay.cli.parser import report_failure
 from forebay.errors import ForebayError, UsageError, install_command
 
@@ -95,11 +82,13 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
 
-    def verb(name: str, run: Callable[[Any], int | None], about: str, parent: Any = None) -> parser.Parser:
+    def verb(
+        name: str, run: Callable[[Any], int | None], about: str, parent: Any = None, log_level: str = "warning"
+    ) -> parser.Parser:
         # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
         shown: dict[str, Any] = {} if parent is None else {"help": about}
         p: parser.Parser = (parent or verbs).add_parser(name, description=about, **shown)
-        p.set_defaults(verb=run)
+        p.set_defaults(verb=run, default_log_level=log_level)
         parser.add_options(p)
         if parent is None:
             abouts[name] = about
@@ -109,7 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
         abouts[name] = about
         return verbs.add_parser(name, description=about).add_subparsers(metavar="COMMAND", required=True)
 
-    for commands in (prepare, data, convert, plan, network, nodes, scheduler, workers, ledger, observe, launch):
+    for commands in (prepare, data, network, nodes, operate):
         commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
     main_parser.epilog = parser.panels(abouts)

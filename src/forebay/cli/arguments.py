@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,11 @@ def print_result(args: argparse.Namespace, fields: Any, *lines: str) -> None:
     """Print a result at once: as JSON with `--json`, else these lines."""
     if text := json.dumps(fields) if args.json else "\n".join(lines):
         print(text, flush=True)
+
+
+def print_note(text: str) -> None:
+    """Print a note on stderr."""
+    print(f"forebay: {text}", file=sys.stderr, flush=True)
 
 
 def plain(value: Any) -> str:
@@ -126,12 +132,11 @@ def add_identity(parser: Parser) -> None:
     parser.add(
         "--identity",
         "this node's directory, created by network join (default: FOREBAY_IDENTITY)",
-        type=Path,
-        default=os.environ.get("FOREBAY_IDENTITY"),
-        metavar="DIR",
+        folder,
+        os.environ.get("FOREBAY_IDENTITY"),
     )
 
 
 def add_settings(parser: Parser, example: str) -> None:
     """Add `--set`, whose texts `forebay.toml.parse_settings` reads."""
-    parser.add_list("--set", "KEY=VALUE", f"a setting, such as {example}; may be repeated (default: none)")
+    parser.add_list("--set", f"a setting, such as {example}; may be repeated (default: none)", "KEY=VALUE")

@@ -241,43 +241,39 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
 
 
 def _network_show(args: Namespace) -> None:
-    fields = _properties(args.directory)
-    if not args.json:
-        crls = fields["crls"].items()
-        fields["crls"] = [f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls]
-        fields |= {"expires": _date(fields["expires"]), "roles": fields["roles"] or ["all"]}
-        fields["datasets"] = fields["datasets"] or ["all"]
-    show(args, fields)
-
-
-def _properties(directory: Path) -> dict[str, Any]:
-    """Properties of the network, organisation or node in a directory."""
+    """Show the properties of the network, organisation or node in a directory."""
     from forebay.network.pki.files import is_issuer, peer_in, read_issuer, read_network
     from forebay.network.pki.identity import Identity
     from forebay.network.pki.revocation import Revocations
 
-    revocations = Revocations(directory)
-    if is_issuer(directory):
-        issuer = read_issuer(directory)
+    revocations = Revocations(args.directory)
+    if is_issuer(args.directory):
+        issuer = read_issuer(args.directory)
         peer, kind = peer_in(issuer.cert), "network" if issuer.is_root else "organisation"
         expires_at = issuer.cert.not_valid_after_utc.timestamp()
     else:
-        peer, kind = Identity.load(directory).as_peer, "node"
+        peer, kind = Identity.load(args.directory).as_peer, "node"
         expires_at = peer.valid_until
     revocations.check()
-    return {
+    # A CRL has serial numbers, not peer ids.
+    crls = {i: {"number": crl.number, "revoked": len(crl.serials)} for i, crl in revocations.crls().items()}
+    fields: dict[str, Any] = {
         "kind": kind,
         "name": peer.name,
         "peer_id": peer.peer_id,
-        "network": read_network(directory).network_id,
+        "network": read_network(args.directory).network_id,
         "organisation": peer.org,
         "roles": sorted(peer.scope.roles),
         "datasets": list(peer.scope.datasets or peer.scope.within),
         "expires": round(expires_at),
         "revoked": sorted(revocations.own()),
-        # A CRL has serial numbers, not peer ids.
-        "crls": {i: {"number": crl.number, "revoked": len(crl.serials)} for i, crl in revocations.crls().items()},
+        "crls": crls,
     }
+    if not args.json:
+        fields["crls"] = [f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls.items()]
+        fields["expires"] = _date(expires_at)
+        fields |= {name: fields[name] or ["all"] for name in ("roles", "datasets")}
+    show(args, fields)
 
 
 def _network_sign(args: Namespace) -> None:
@@ -318,62 +314,63 @@ def _date(unix_s: float) -> str:
 
 
 def _add_scope(p: Parser, role: str) -> None:
-    p.add_list("--role", None, role, choices=[*sorted(ROLES), "all"])
-    p.add_list("--dataset", "GLOB", "names it may access (default: all)")
+    p.add_list("--role", role, [*sorted(ROLES), "all"])
+    p.add_list("--dataset", "names it may access (default: all)", "GLOB")
 
 
 def _add_days(p: Parser, default: str) -> None:
-    p.add("--days", f"days of validity, also fractions (default: {default})", type=days)
+    p.add("--days", f"days of validity, also fractions (default: {default})", days)
 
 
 def add_verbs(verb: Any, group: Any) -> None:
     network = group("network", "identities and membership")
     p = verb("init", _network_init, "create a network: its root key and certificate", network)
-    p.add("directory", "directory of its key and certificate", type=Path)
+    p.add("directory", "directory of its key and certificate", Path)
     p.add("--name", "part of its datasets' URLs, forebay://NAME/DATASET (default: the directory's)")
-    p.add_list("--bootstrap", "HOST:PORT", "DHT node that members join through; may be repeated (default: none)")
+    p.add_list("--bootstrap", "DHT node that members join through; may be repeated (default: none)", "HOST:PORT")
     p = verb("org", _network_org, "create an organisation, which admits its own nodes", network)
-    p.add("network", "the network's directory", type=Path)
-    p.add("directory", "directory of the organisation's key and certificate", type=Path)
+    p.add("network", "the network's directory", Path)
+    p.add("directory", "directory of the organisation's key and certificate", Path)
     p.add("--name", "name of the organisation (required)", required=True)
     _add_scope(p, "role that its nodes may have; may be repeated (default: all)")
     _add_days(p, "1825")
     p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
-    p.add("directories", "NETWORK NODE; with a token only NODE", type=folder, nargs="+")
+    p.add("directories", "NETWORK NODE; with a token only NODE", folder, nargs="+")
     p.add("--name", "name of the node (required)", required=True)
-    p.add("--token", "output of network invite; - reads stdin (default: none)", type=file)
+    p.add("--token", "output of network invite; - reads stdin (default: none)", file)
     _add_scope(p, "role of the node; may be repeated (required without a token)")
     _add_days(p, "90; by a token 7, renewed by the node itself")
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
-    p.add("directory", _ISSUER, type=Path)
-    p.add("--issuer", "address of network admit (required)", required=True, metavar="HOST:PORT")
-    p.add("--uses", "number of machines that may join", type=positive, default=1)
-    p.add("--hours", "hours of validity of the token", type=positive, default=24)
+    p.add("directory", _ISSUER, Path)
+    p.add("--issuer", "address of network admit (required)", "HOST:PORT", required=True)
+    p.add("--uses", "number of machines that may join", positive, 1)
+    p.add("--hours", "hours of validity of the token", positive, 24)
     _add_scope(p, "role of the nodes that join; may be repeated (required)")
     _add_days(p, "7, renewed by the node itself")
-    p = verb("admit", _network_admit, "serve certificates for tokens; needs the issuer's key", network)
-    p.set_defaults(default_log_level="info")
-    p.add("directory", _ISSUER, type=Path)
-    p.add("--listen", "address; port 0: a free one", default="127.0.0.1:0", metavar="HOST:PORT")
+    p = verb(
+        "admit", _network_admit, "serve certificates for tokens; needs the issuer's key", network, log_level="info"
+    )
+    p.add("directory", _ISSUER, Path)
+    p.add("--listen", "address; port 0: a free one", "HOST:PORT", "127.0.0.1:0")
     p = verb("renew", _network_renew, "issue a new certificate for a node's key; its peer id stays", network)
-    p.add("directories", "ISSUER NODE; with --issuer only NODE", type=folder, nargs="+")
-    p.add("--issuer", "the issuer's admission server (default: its directory)", metavar="HOST:PORT")
+    p.add("directories", "ISSUER NODE; with --issuer only NODE", folder, nargs="+")
+    p.add("--issuer", "the issuer's admission server (default: its directory)", "HOST:PORT")
     _add_days(p, "90; of an organisation 1825")
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
     p.add("member", "name or peer id of the node or organisation; where only nodes' directories follow, a peer id")
-    p.add("directories", "the issuer's, to sign a CRL; nodes'", type=folder, nargs="+")
-    p.add_list("--notify", "HOST:PORT", "node to send the CRL to (default: none)")
+    p.add("directories", "the issuer's, to sign a CRL; nodes'", folder, nargs="+")
+    p.add_list("--notify", "node to send the CRL to (default: none)", "HOST:PORT")
     p = verb("members", _network_members, "list the nodes and organisations that an issuer certified", network)
-    p.add("directory", _ISSUER, type=Path)
+    p.add("directory", _ISSUER, Path)
     p = verb("tokens", _network_tokens, "list the tokens that an issuer gave", network)
-    p.add("directory", _ISSUER, type=Path)
+    p.add("directory", _ISSUER, Path)
     p = verb("withdraw", _network_withdraw, "withdraw a token: it admits no more nodes", network)
-    p.add("directory", _ISSUER, type=Path)
-    p.add("token_id", "id of the token, as `network tokens` prints it", metavar="TOKEN_ID")
+    p.add("directory", _ISSUER, Path)
+    p.add("token_id", "id of the token, as `network tokens` prints it", "TOKEN_ID")
     p = verb("show", _network_show, "show a node's identity, scope, expiry and revocation lists", network)
-    p.add("directory", "a node's, an organisation's or the network's", type=Path)
+    p.add("directory", "a node's, an organisation's or the network's", Path)
     p = verb("sign", _network_sign, "sign a dataset as its publisher", network)
     p.add("dataset", "a local dataset")
     add_identity(p)
-    p.add_list("--origin", "URL", "https, s3, gs or az URL of a copy; may be repeated (default: none)")
+    p.add_list("--origin", "https, s3, gs or az URL of a copy; may be repeated (default: none)", "URL")
     _add_days(p, "365")

@@ -1,26 +1,49 @@
-"""Commands on the nodes of a network: dht, serve, find, status."""
+"""Commands on a network: its nodes (dht, serve, find, status), the scheduler and its jobs, workers, the coordinator."""
 
 import contextlib
 import json
 import math
 import os
+import signal
 import sys
+import threading
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, address, file, positive, print_result, seconds, size
+from forebay.cli.arguments import (
+    add_identity,
+    add_settings,
+    address,
+    file,
+    folder,
+    is_loopback,
+    positive,
+    print_note,
+    print_result,
+    seconds,
+    show,
+    size,
+)
 from forebay.cli.running import (
+    add_from_urls,
     add_node,
     joined_network,
     listening_address,
+    load_identity,
     log,
     ready,
     send_request,
     stop_event,
+    terminate_on_stdin_close,
     until_stopped,
 )
-from forebay.errors import UsageError
+from forebay.errors import LeaseError, UsageError
 from forebay.storage.retry import log_while_waiting
+from forebay.threads import SupervisedThread
+from forebay.toml import parse_settings, read_toml
 
 
 def _status(args: Namespace) -> bool:
@@ -102,35 +125,273 @@ def _find(args: Namespace) -> bool:
     line = "{name}  {dataset_id}  {slices} slices  {peer_id} at {address}"
     print_result(args, providers, *(line.format(**claim) for claim in providers))
     if not providers:
-        print(
-            f"forebay: no data node announces a dataset named {args.name!r} in this network. "
-            "Check the name, that its data node runs (forebay serve), and that this node is not revoked",
-            file=sys.stderr,
+        print_note(
+            f"no data node announces a dataset named {args.name!r} in this network. "
+            "Check the name, that its data node runs (forebay serve), and that this node is not revoked"
         )
     elif len({c.dataset_id for c in claims}) > 1:
-        print(f"forebay: {args.name!r} is the name of several datasets here; they are never mixed", file=sys.stderr)
+        print_note(f"{args.name!r} is the name of several datasets here; they are never mixed")
     return not providers
 
 
+def _schedule(args: Namespace) -> None:
+    from forebay.load.packing import DocumentSubset
+    from forebay.network.client import Client
+    from forebay.network.limits import parse_limits
+    from forebay.scheduler.server import LIMITS, SchedulerService
+
+    limits = parse_limits(LIMITS, args.limit)
+    samples = parse_settings(args.samples)
+    of_subset = ("min_tokens", "max_tokens", "exclude")
+    names = ("packing", "split", "validation_fraction", *of_subset)
+    if wrong := sorted(set(samples) - set(names)):
+        raise UsageError(f"--samples: expected settings of {', '.join(names)}, got {', '.join(wrong)}.")
+    if not isinstance(samples.get("validation_fraction", 0.0), (int, float)):
+        raise UsageError(
+            f"--samples: expected a number as validation_fraction, got {samples['validation_fraction']!r}."
+        )
+    if subset := {name: samples.pop(name) for name in of_subset if name in samples}:
+        make: Callable[..., DocumentSubset] = DocumentSubset
+        if "exclude" in subset:
+            make = partial(DocumentSubset.from_file, str(subset.pop("exclude")))
+        samples["documents"] = make(**subset)
+    stop, started = stop_event(), threading.Event()
+    with joined_network(args, stop) as (identity, discovery):
+        host, port = listening_address(args, discovery)
+        client = Client(identity)
+        service = SchedulerService(
+            identity, args.name, discovery, client, args.state, host, port, dataset_id=args.id or "",
+            seq_len=args.seq_len, wait_s=args.timeout, standby=args.standby, publishers=args.publisher, limits=limits,
+            from_urls=args.from_urls or "", epochs=args.epochs, seed=args.seed,
+            lease_s=args.lease_timeout, stall_s=args.idle_timeout,
+            max_failures=args.max_failures, **samples,
+        )  # fmt: skip
+        try:
+            SupervisedThread(lambda: _watch_standby(args, service, stop, started), "standby", stopping=started).start()
+            service.start()
+            started.set()
+            if stop.is_set():
+                return
+            with contextlib.ExitStack() as stack:
+                shown = {}
+                if args.dashboard is not None:
+                    shown["dashboard"] = stack.enter_context(_open_page(args, service, client)).url
+                ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
+                      ledger=str(service.ledger_path), **shown)  # fmt: skip
+                until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
+            left_out = service.left_out() if args.exit_when_done else ""
+        finally:
+            started.set()
+            service.stop()
+    if left_out:
+        raise LeaseError(
+            f"{left_out}. Find out why workers could not read them, then run the missing samples as another job."
+        )
+
+
+def _open_page(args: Namespace, service: Any, client: Any) -> Any:
+    """The dashboard of the scheduler in this process."""
+    from forebay.cli.operate import open_page
+    from forebay.observe.sources import NodeSource, status_by
+
+    ask = status_by(client)
+    source = NodeSource("", lambda address: ask(address) if address else service.status())
+    return open_page(args.dashboard, source)
+
+
+def _watch_standby(args: Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
+    """While `start` waits for another scheduler to end: report it once, and end the wait at `stop`."""
+    is_reported = False
+    while not started.wait(0.1):
+        if service.waiting.is_set() and not is_reported:
+            is_reported = True
+            print_result(args, {"standby": True}, f"standing by for {args.state}")
+        if stop.is_set():
+            service.stop()
+            return
+
+
+def _job(args: Namespace) -> None:
+    from forebay.scheduler.status import job_line
+
+    if args.scheduler is None:
+        raise UsageError("job: expected --scheduler HOST:PORT, got none.")
+    path, body = f"/v1/job/{args.action}", dict[str, Any]()
+    if args.arguments:
+        if args.action != "readmit" or not all(text.isdecimal() for text in args.arguments):
+            expected = "numbers of slices" if args.action == "readmit" else "no more arguments"
+            raise UsageError(f"job {args.action}: expected {expected}, got {' '.join(args.arguments)!r:.100}.")
+        body = {"slices": [int(text) for text in args.arguments]}
+    reply, _ = send_request(args, args.scheduler, path, body)
+    print_result(args, reply, job_line(reply))
+
+
+_COUNT = [sys.executable, "-m", "forebay.worker.count"]
+
+
+def _work(args: Namespace) -> int:
+    from forebay.lease.scheduler_client import SchedulerClient
+    from forebay.network.client import Client
+    from forebay.worker.command import loader_arguments, run_command
+
+    if args.name is None and args.scheduler is None:
+        raise UsageError(
+            "worker: expected a job, got none. Give its name (forebay worker NAME), or --scheduler HOST:PORT for any "
+            "job of that scheduler."
+        )
+    if args.listen not in ("auto", "none"):
+        address(f"0.0.0.0{args.listen}" if args.listen.startswith(":") else args.listen)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Until the command runs.
+    terminate_on_stdin_close()
+    identity = load_identity(args)
+    with Client(identity) as client, contextlib.ExitStack() as stack:
+        discovery = None
+        if args.scheduler is None:
+            discovery = stack.enter_context(joined_network(args))[1]
+        scheduler = SchedulerClient(identity, client, args.name or "", discovery, args.scheduler, args.timeout)
+        network = {
+            "identity": str(Path(args.identity).absolute()), "listen": None if args.listen == "none" else args.listen,
+            "patience_s": args.timeout, "upload_bytes_per_s": args.upload_limit, "from_urls": args.from_urls or "",
+        }  # fmt: skip
+        arguments = loader_arguments(
+            scheduler, batch_size=args.batch_size, cache_bytes=args.cache_bytes, network=network,
+            cache_dir=str(args.cache_dir.absolute()),
+        )  # fmt: skip
+        if args.bootstrap:  # Else the command joins the DHT itself, and follows the scheduler to another address.
+            arguments["scheduler"] = scheduler.addresses()[0]
+        scheduler.discovery = None
+        stack.close()
+        code, stats = run_command(args.command or _COUNT, scheduler, arguments)
+    show(args, {"report": stats} if args.json else stats)
+    return code
+
+
+def _coordinate(args: Namespace) -> None:
+    from forebay.coordinator.messages import Rules
+    from forebay.coordinator.server import Coordinator
+
+    host, port = address(args.listen)
+    identity = None
+    if args.identity is not None:
+        identity = load_identity(args)
+    elif not is_loopback(host):
+        if not args.allow_plain_http:
+            raise UsageError(
+                f"coordinator: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
+                "Give --identity DIR for mutual TLS, or --allow-plain-http on a trusted network."
+            )
+        print_note(f"plain HTTP on {host}:{port}: any host that reaches it may join the run.")
+    if args.state is None:
+        print_note("the run's state is in memory; --state DIR stores it.")
+    rules = Rules(
+        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
+        args.workers_per_member,
+    )  # fmt: skip
+    coordinator = Coordinator(
+        host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
+        on_note=print_note,
+    )  # fmt: skip
+    stop = stop_event()
+    with coordinator:
+        scheme = "http" if identity is None else "https"
+        ready(args, role="coordinator", address=coordinator.address, url=f"{scheme}://{coordinator.address}",
+              run_id=coordinator.run_id)  # fmt: skip
+        until_stopped(stop, (lambda: coordinator.done) if args.exit_when_done else None, identity)
+        status = coordinator.status()
+    print_result(args, status)
+
+
+def _run_config(args: Namespace) -> dict[str, Any]:
+    """The settings for all workers: the file's, with those of --set laid over them."""
+    config = (read_toml(args.config) if args.config is not None else {}) | parse_settings(args.set)
+    wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]
+    if wrong:
+        raise UsageError(f"coordinator: expected plain values as settings, got {', '.join(wrong)} of another kind.")
+    for key in ("batch_size", "seq_len", "num_steps"):
+        if type(config.get(key, 1)) is not int or config.get(key, 1) < 1:
+            raise UsageError(f"coordinator: expected {key} of at least 1, got {config[key]!r}.")
+    return config
+
+
 def add_verbs(verb: Any, group: Any) -> None:
-    p = verb("dht", _dht, "run nodes of the Kademlia DHT that others start from")
-    p.set_defaults(default_log_level="info")
-    p.add("--listen", "of the first node (UDP); 0: a free port", default="127.0.0.1:0", metavar="HOST:PORT")
-    p.add_list("--bootstrap", "HOST:PORT", "DHT node to join through; may be repeated (default: none)")
-    p.add("--nodes", "number of nodes, the others at free ports", type=positive, default=1)
+    p = verb("dht", _dht, "run nodes of the Kademlia DHT that others start from", log_level="info")
+    p.add("--listen", "of the first node (UDP); 0: a free port", "HOST:PORT", "127.0.0.1:0")
+    p.add_list("--bootstrap", "DHT node to join through; may be repeated (default: none)", "HOST:PORT")
+    p.add("--nodes", "number of nodes, the others at free ports", positive, 1)
     p = add_node(verb, "serve", _serve, "run a data node: serve datasets and announce them")
-    p.add("datasets", "a directory, or a URL that members fetch from too", nargs="+", metavar="DATASET")
-    p.add("--listen", "address (default: a free port at the DHT node's address)", metavar="HOST:PORT")
-    p.add("--ttl", "how long an announcement is valid", type=seconds, default=60.0)
-    p.add("--upload-limit", "bytes per second to all (default: no limit)", type=size)
-    p.add_list("--limit", "NAME=NUMBER", "limit of members (default: docs/reference/http-api.md)")
-    p.add("--access", "TOML: who may read what, how much a day (default: all)", type=file)
+    p.add("datasets", "a directory, or a URL that members fetch from too", "DATASET", nargs="+")
+    p.add("--listen", "address (default: a free port at the DHT node's address)", "HOST:PORT")
+    p.add("--ttl", "how long an announcement is valid", seconds, 60.0)
+    p.add("--upload-limit", "bytes per second to all (default: no limit)", size)
+    p.add_list("--limit", "limit of members (default: docs/reference/http-api.md)", "NAME=NUMBER")
+    p.add("--access", "TOML: who may read what, how much a day (default: all)", file)
     p = add_node(verb, "find", _find, "list the data nodes of a dataset", timeout_s=10.0, timeout_of="the DHT")
-    p.add("name", "name of the dataset", metavar="NAME")
+    p.add("name", "name of the dataset", "NAME")
     about = "show the status of a node; exit 1 if it takes no requests, or no data node serves its job"
     p = verb("status", _status, about)
     about = "scheduler, data node or coordinator; http://… without TLS, udp://… a DHT node (default: FOREBAY_STATUS)"
-    p.add("address", about, nargs="?", default=os.environ.get("FOREBAY_STATUS"), metavar="HOST:PORT")
+    p.add("address", about, "HOST:PORT", os.environ.get("FOREBAY_STATUS"), nargs="?")
     add_identity(p)
-    p.add("--timeout", "longest wait for the answer", type=seconds, default=2.0)
+    p.add("--timeout", "longest wait for the answer", seconds, 2.0)
     p.add_flag("--probe", "exit 1 only if it takes no requests: for what restarts a node")
+
+    about = "find a dataset by name and lease its slices to workers"
+    p = add_node(verb, "scheduler", _schedule, about, timeout_of="a bootstrap node, then for a data node")
+    p.add("name", "dataset, and name of the job", "NAME")
+    p.add("--id", "dataset id, if several datasets have the name (default: any)")
+    p.add_list("--publisher", "lease only a dataset that it signed; may be repeated (default: any)", "PEER_ID")
+    p.add("--listen", "address (default: a free port at the DHT node's address)", "HOST:PORT")
+    state = Path("./forebay-state")
+    p.add("--state", "ledger and journal (default: ./forebay-state)", folder, state)
+    p.add_list("--limit", "limit of members (default: docs/reference/http-api.md)", "NAME=NUMBER")
+    add_from_urls(p)
+    p.add_flag("--standby", "wait until the scheduler on --state ends, then take over")
+    p.add("--seq-len", "tokens per sample", positive, 1024, metavar="L")
+    about = "packing=best_fit, split=train, validation_fraction=F, min_tokens=N, max_tokens=N, exclude=FILE; repeatable"
+    p.add_list("--samples", about, "KEY=VALUE")
+    p.add("--epochs", "passes over the dataset", positive, 1)
+    p.add("--seed", "seed of the order", int, 0, metavar="N")
+    p.add("--lease-timeout", "silence until a worker's leases expire", seconds, 30.0)
+    p.add("--idle-timeout", "no progress until its leases expire", seconds, 600.0)
+    p.add("--max-failures", "workers that fail until a slice is set aside", positive, 3)
+    p.add_flag("--exit-when-done", "exit when the job is done; 1 if slices were set aside")
+    p.add("--dashboard", "also serve its page there, on this machine only (default: no page)", "HOST:PORT")
+    p = verb("job", _job, "pause, resume or change the job of a running scheduler; needs the role admin")
+    p.add("action", "readmit: slices that were set aside", ["pause", "resume", "readmit"])
+    p.add("arguments", "readmit: slices (default: all)", "ARG", nargs="*")
+    p.add("--scheduler", "address of the scheduler (required)", "HOST:PORT")
+    add_identity(p)
+
+    about = "run a program whose forebay.Loader() leases, downloads and shares the slices of a scheduler's job"
+    waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
+    p = add_node(verb, "worker", _work, about, timeout_s=60.0, timeout_of=waits)
+    p.takes_command, p.usage = True, "forebay worker [NAME] [OPTIONS] [-- COMMAND ARG ...]"
+    p.epilog = "COMMAND: the program, such as `python train.py` or `torchrun ...` (default: one that counts tokens)"
+    p.add("name", "the job; without it: the job of --scheduler", "NAME", nargs="?")
+    p.add("--scheduler", "address of the scheduler (default: found in the DHT)", "HOST:PORT")
+    cache_dir = Path("./forebay-cache")
+    p.add("--cache-dir", "verified slices (default: ./forebay-cache)", folder, cache_dir)
+    p.add("--cache-bytes", "budget of the cache (default: 4GiB)", size, 4 << 30)
+    p.add("--batch-size", "samples per step", positive, 8)
+    p.add("--listen", "to share slices; none: do not (default: any free port)", "HOST:PORT", "auto")
+    p.add("--upload-limit", "bytes per second to others (default: no limit)", size)
+    add_from_urls(p)
+
+    p = verb(
+        "coordinator",
+        _coordinate,
+        "assign ranks to the workers of a run, also when workers join or leave",
+        log_level="info",
+    )
+    p.add("--listen", "address to listen at", "HOST:PORT", "127.0.0.1:8000")
+    p.add("--min-workers", "start when N workers have joined", positive, 1)
+    p.add("--state", "store the run's state; a restart continues it (default: in memory)", "DIR")
+    add_identity(p)
+    p.add_flag("--allow-plain-http", "allow plain HTTP beyond this machine")
+    p.add("--config", "TOML with settings for all workers (default: none)", file)
+    add_settings(p, "dataset_name=books or num_steps=1000")
+    p.add("--silence-timeout", "silence until a worker is removed", seconds, 90.0)
+    p.add("--disconnect-timeout", "the same after a disconnect", seconds, 5.0)
+    p.add("--step-timeout", "wait for a step's end, then regroup", seconds, 600.0)
+    p.add("--workers-per-member", "per certificate, with --identity", positive, 8)
+    p.add_flag("--exit-when-done", "exit when the run's last step is done")

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -54,21 +55,27 @@ class Parser(argparse.ArgumentParser):
     takes_command = False
     """Whether what stands behind `--` is a command of its own: `args.command`, a list."""
 
-    def add(self, name: str, help: str, **options: Any) -> None:
-        """Add an argument. Its value is called as its type says, `N` or `BYTES`, unless `metavar` names it."""
-        if metavar := getattr(options.get("type"), "metavar", None):
-            options.setdefault("metavar", metavar)
-        if "action" not in options:
-            options.setdefault("type", PrintableUrl)  # Any may be a URL, whose secrets no output has.
-        self.add_argument(name, help=help, **options)
+    def add(self, name: str, help: str, kind: Any = None, default: Any = None, **options: Any) -> None:
+        """Add an argument. `kind`: how its value is called, what parses it (which may have a `metavar`), or a list of
+        its values."""
+        match kind:
+            case str():
+                options["metavar"] = kind
+            case list() | tuple():
+                options["choices"] = kind
+            case _:
+                options = {"type": kind, "metavar": getattr(kind, "metavar", None), **options}
+        if "action" not in options and options.get("type") is None:
+            options["type"] = PrintableUrl  # Any may be a URL, whose secrets no output has.
+        self.add_argument(name, help=help, default=default, **options)
 
     def add_flag(self, name: str, help: str) -> None:
         """Add an option without a value."""
-        self.add(name, help, action="store_true")
+        self.add_argument(name, help=help, action="store_true")
 
-    def add_list(self, flag: str, metavar: str | None, help: str, **options: Any) -> None:
+    def add_list(self, flag: str, help: str, kind: Any) -> None:
         """Add an option that may be repeated."""
-        self.add(flag, help, action="append", default=[], metavar=metavar, **options)
+        self.add(flag, help, kind, [], action="append")
 
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""
@@ -78,7 +85,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of argparse; refuses unknown arguments here, where similar options are known."""
-        command: list[str] = []
+        command = []
         if self.takes_command and "--" in args:
             position = args.index("--")
             args, command = args[:position], args[position + 1 :]
@@ -172,7 +179,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def logging_to_stderr(args: argparse.Namespace) -> Iterator[None]:
     """Log according to the arguments while the block runs; `args.default_log_level` is the verb's default."""
-    level = str(getattr(args, "log_level", "") or getattr(args, "default_log_level", "warning"))
+    level = str(getattr(args, "log_level", "") or args.default_log_level)
     if verbose := getattr(args, "verbose", 0):
         level = "debug" if verbose > 1 or level == "debug" else "info"
     is_json, stderr, handler = getattr(args, "log_format", "text") == "json", sys.stderr, logging.StreamHandler()
@@ -228,11 +235,12 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float)) and math.isfinite(value) else str(value)
 
 
+@dataclass(eq=False)
 class _Stream:
     """A text stream that writes otherwise than another; all else is the other's own."""
 
-    def __init__(self, stream: TextIO, convert: Callable[[str], str]) -> None:
-        self._stream, self._convert = stream, convert
+    _stream: TextIO
+    _convert: Callable[[str], str]
 
     def write(self, text: str) -> int:
         self._stream.write(self._convert(text))
@@ -282,4 +290,4 @@ def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:
         print(completion(main_parser, args.shell), end="")
 
     p = verb("completion", run, 'print a completion script: eval "$(forebay completion bash)"')
-    p.add("shell", choices=["bash", "zsh"], help="the shell")
+    p.add("shell", "the shell", ["bash", "zsh"])

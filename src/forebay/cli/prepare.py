@@ -9,11 +9,10 @@ import sys
 import textwrap
 from argparse import Namespace
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, folder, percentage, positive, size
+from forebay.cli.arguments import add_settings, file, folder, percentage, positive, print_note, size
 from forebay.errors import PrintableUrl, UsageError
 from forebay.toml import parse_settings
 from forebay.units import numbered
@@ -62,8 +61,9 @@ def _prepare(args: Namespace) -> None:
     names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
     options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
-        notify = partial(print, "forebay:", file=sys.stderr)
-        output = prepare_dataset(inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=notify, **options)
+        output = prepare_dataset(
+            inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=print_note, **options
+        )
     result = output.to_json()
     if not output.id and args.task:
         print(f"all tasks of {args.out} are finished; --finish in place of --task writes the output")
@@ -160,7 +160,6 @@ def _explain(name: str) -> None:
 def _train(args: Namespace) -> None:
     from forebay.prepare.config import load_recipe
     from forebay.prepare.scores.train import ClassifierSettings, train_classifier
-    from forebay.toml import parse_settings
 
     settings = parse_settings(args.set)
     names = {field.name for field in fields(ClassifierSettings)}
@@ -182,38 +181,38 @@ def _train(args: Namespace) -> None:
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset; run it again to resume")
     p.epilog = "example: forebay prepare crawl/ --out web --tokenizer gpt2 --recipe fineweb"
-    p.add("inputs", "paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)", nargs="*", metavar="INPUT")
-    p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", metavar="DIR")
-    p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", metavar="T")
-    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", metavar="NAME")
-    p.add("--config", "TOML file with your settings (default: none)", type=file)
+    p.add("inputs", "paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)", "INPUT", nargs="*")
+    p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", "DIR")
+    p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", "T")
+    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME")
+    p.add("--config", "TOML file with your settings (default: none)", file)
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
-    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", metavar="NAMES")
-    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", metavar="KINDS")
-    p.add("--format", "read every input as this format (default: auto)", metavar="NAME")
+    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES")
+    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS")
+    p.add("--format", "read every input as this format (default: auto)", "NAME")
     p.add("--name", "name of the dataset (default: the directory's)")
-    p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", type=size)
-    p.add("--seed", "of the shuffle and of train: (default: the recipe's, or 0)", type=int, metavar="N")
-    p.add("--workers", "processes (default: one per core)", type=positive)
-    p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", default="local", metavar="NAME")
-    p.add("--task", "run the I-th of N jobs that share the tasks (default: one run)", default="", metavar="I/N")
+    p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", size)
+    p.add("--seed", "of the shuffle and of train: (default: the recipe's, or 0)", int, metavar="N")
+    p.add("--workers", "processes (default: one per core)", positive)
+    p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", "NAME", "local")
+    p.add("--task", "run the I-th of N jobs that share the tasks (default: one run)", "I/N", "")
     p.add_flag("--finish", "write the output of such jobs; run it beside or after them")
-    p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", type=percentage)
+    p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", percentage)
     p.add_flag("--dry-run", "print what would run, on how much, and stop")
-    p.add("--write-ids", "write the source id of each kept document (default: no)", type=file)
+    p.add("--write-ids", "write the source id of each kept document (default: no)", file)
     p.add_flag("--document-ids", "store the source id of each document beside the slices")
-    p.add("--extend", "keep the slices of this dataset and add to them (default: none)", metavar="DIR")
+    p.add("--extend", "keep the slices of this dataset and add to them (default: none)", "DIR")
     p.add_flag("--strict", "stop if an input is left out or cannot be read")
     p.add_flag("--follow-links", "follow links in input folders to other places")
     p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
-    p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", choices=_OUTPUTS)
+    p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", _OUTPUTS)
     p.add_flag("--annotate", "write the text with its scores and drop nothing")
-    p.add("--explain", "print a recipe or the keys of a table; alone: a list", nargs="?", const="", metavar="NAME")
+    p.add("--explain", "print a recipe or the keys of a table; alone: a list", "NAME", nargs="?", const="")
 
     verbs = group("classifier", "train a fastText classifier of good and bad documents")
     p = verb("train", _train, "train a classifier and print its curve on documents held out", verbs)
     p.epilog = "example: forebay classifier train --good wiki/ --bad crawl/ --out edu"
-    p.add("--good", "files, folders or URLs of documents to keep", nargs="+", required=True, metavar="INPUT")
-    p.add("--bad", "the same of documents to drop", nargs="+", required=True, metavar="INPUT")
-    p.add("--out", "where to write model.bin and curve.json", type=folder, required=True)
+    p.add("--good", "files, folders or URLs of documents to keep", "INPUT", nargs="+", required=True)
+    p.add("--bad", "the same of documents to drop", "INPUT", nargs="+", required=True)
+    p.add("--out", "where to write model.bin and curve.json", folder, required=True)
     add_settings(p, "held_out=0.2, dim=64, epochs=10 or read.text_key=body")

@@ -145,11 +145,10 @@ def add_node(
     timeout_of: str = "a bootstrap node",
 ) -> Parser:  # fmt: skip
     """Add a verb that runs a node of the DHT, with the options that all of them have."""
-    p: Parser = verb(name, run, about)
-    p.set_defaults(default_log_level="info")
+    p: Parser = verb(name, run, about, log_level="info")
     add_identity(p)
-    p.add_list("--bootstrap", "HOST:PORT", "DHT node to join by; may be repeated (default: the network's)")
-    p.add("--timeout", f"longest wait for {timeout_of}", type=seconds, default=timeout_s)
+    p.add_list("--bootstrap", "DHT node to join by; may be repeated (default: the network's)", "HOST:PORT")
+    p.add("--timeout", f"longest wait for {timeout_of}", seconds, timeout_s)
     return p
 
 
@@ -158,5 +157,5 @@ def add_from_urls(parser: Parser) -> None:
     parser.add(
         "--from-urls",
         "also read from URLs that data nodes name: public ones, or any, also http and private (default: none)",
-        choices=["public", "any"],
+        ["public", "any"],
     )

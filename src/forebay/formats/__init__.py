@@ -14,12 +14,12 @@ from typing import Any
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
 from forebay.files import path_below
+from forebay.formats.arrow import STATE_FILE, check_split
 from forebay.formats.base import formats, get_format
 from forebay.formats.blocks import INDEX_FILE
 from forebay.formats.detect import RAW_TOKENS, detect
 from forebay.formats.external import ExternalDataset, reading
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
-from forebay.formats.saved_arrow import STATE_FILE, check_split
 from forebay.formats.vectors import (
     GUESSED,
     HEADERS,
@@ -69,7 +69,13 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
         return None
     if path.name in (INDEX_FILE, STATE_FILE):
         return open_external(path.parent, dtype=dtype, column=column)
-    return _open_file(path, dtype)
+    detection = detect(path)
+    if detection.problem:
+        raise DatasetError(f"{path}: {detection.problem}")
+    is_tokens = dtype not in (None, GUESSED) or detection.format in (*HEADERS, RAW_TOKENS)
+    if not is_tokens and (path.name.startswith(IDS_PREFIX) or ids_of(path) is None):
+        return None
+    return VectorDataset(path, [path], dtype)
 
 
 def _open_directory(path: Path, dtype: Any, column: str | None) -> ExternalDataset | None:
@@ -105,16 +111,6 @@ def open_token_files(folder: Path, files: Sequence[Path], dtype: Any) -> Externa
             f"Give one such pattern in place of the directory: {folder / next(iter(sets))}*{sets[next(iter(sets))]}."
         )
     return VectorDataset(folder, sorted(chosen), dtype)
-
-
-def _open_file(path: Path, dtype: Any) -> ExternalDataset | None:
-    detection = detect(path)
-    if detection.problem:
-        raise DatasetError(f"{path}: {detection.problem}")
-    is_tokens = dtype not in (None, GUESSED) or detection.format in (*HEADERS, RAW_TOKENS)
-    if not is_tokens and (path.name.startswith(IDS_PREFIX) or ids_of(path) is None):
-        return None
-    return VectorDataset(path, [path], dtype)
 
 
 def _files(path: Path) -> Iterator[Path]:

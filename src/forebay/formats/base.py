@@ -13,7 +13,7 @@ from typing import Any
 from forebay.errors import UsageError
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.external import ExternalDataset
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import Extents, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.report import Report
 from forebay.plugins import load_plugin, plugins
@@ -36,11 +36,11 @@ BUILT_IN = {
     "mbox": "mbox:Mbox",
     "pdf": "books:Pdf",
     "epub": "books:Epub",
-    "stackexchange": "stackexchange:StackExchange",
-    "reddit": "reddit:Reddit",
-    "api": "json:ApiRequest",
+    "stackexchange": "posts:StackExchange",
+    "reddit": "posts:Reddit",
+    "api": "jsonl:ApiRequest",
     "jsonl": "jsonl:Jsonl",
-    "json": "json:Json",
+    "json": "jsonl:Json",
     "html": "html:Html",
     "raw tokens": "raw_tokens:RawTokens",
     "csv": "csv:Csv",
@@ -64,6 +64,7 @@ class Format:
     Attributes:
         name: As users write it: `--format warc`, `--to parquet`.
         suffixes: Of its files, lower case, without a compression's.
+        magics: First bytes, any of which only its files have.
         is_plain_text: Whether its files are text that nowhere says its encoding.
         is_grouped: Whether small files share a split; `Record.index` is then the number of the file in it.
         is_divisible: Whether `divide` works.
@@ -72,6 +73,7 @@ class Format:
 
     name: str
     suffixes: tuple[str, ...] = ()
+    magics: tuple[bytes, ...] = ()
     is_plain_text = False
     is_grouped = False
     is_divisible = False
@@ -79,13 +81,13 @@ class Format:
 
     def sniff(self, head: bytes) -> bool:
         """Return whether a file is of this format, by its first 4 KiB (unpacked)."""
-        return False
+        return head.startswith(self.magics)
 
     def is_dataset(self, folder: Path) -> bool:
         """Return whether a directory as a whole is of this format."""
         return False
 
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    def split(self, file: InputFile, options: ReadOptions) -> Extents:
         """Yield `(start, stop, bytes)` of the splits of an uncompressed file; by default it is one."""
         yield 0, 0, file.bytes
 

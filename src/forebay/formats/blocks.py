@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
 import orjson
 import pyarrow as pa
 import zstandard
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.arrays import I64, U8, U64, Array
 from forebay.errors import DatasetError, UsageError
@@ -38,7 +38,21 @@ LEVEL = 3  # The level at which zstd compresses.
 _Index = TypeVar("_Index", bound=BaseModel)
 _ARROW_MAGIC = b"LDARW01\0"  # Behind rows that LitData stores as Arrow.
 _MAX_SAMPLES = 1 << 20  # A compressed block of few bytes may claim no more samples than this.
+Encode: TypeAlias = Callable[[pa.Array], list[bytes]]
+Decode: TypeAlias = Callable[[bytes], Any]
 _FILE_NAMES = ("basename", "filename")  # Keys of MDS and LitData.
+
+
+def _inside_directory(name: str) -> str:
+    if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"a file inside the directory, not {name!r}")
+    return name
+
+
+FileName: TypeAlias = Annotated[str, AfterValidator(_inside_directory)]
+"""The name of a file in an index; one that leads out of the directory is refused."""
+NumBytes: TypeAlias = Annotated[int, Field(ge=0, le=MAX_BLOCK_BYTES)]
+NumSamples: TypeAlias = Annotated[int, Field(ge=0, le=MAX_BLOCK_BYTES // 4)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class Encoding:
 
     name: str
     size: int | None
-    encode: Callable[[pa.Array], list[bytes]]
+    encode: Encode
 
 
 def _kinds(source: TableSource, what: str) -> dict[str, ColumnKind]:
@@ -106,7 +120,7 @@ def encode_bytes(column: pa.Array) -> list[bytes]:
     return values
 
 
-def encode_numbers(dtype: str) -> Callable[[pa.Array], list[bytes]]:
+def encode_numbers(dtype: str) -> Encode:
     """Return the encoder of numbers as one type."""
     width = np.dtype(dtype).itemsize
 
@@ -117,7 +131,7 @@ def encode_numbers(dtype: str) -> Callable[[pa.Array], list[bytes]]:
     return encode
 
 
-def encode_vectors(header: Callable[[tuple[int, ...]], bytes]) -> Callable[[pa.Array], list[bytes]]:
+def encode_vectors(header: Callable[[tuple[int, ...]], bytes]) -> Encode:
     """Return the encoder of vectors and tensors: a header made of the shape, then the numbers."""
 
     def encode(column: pa.Array) -> list[bytes]:
@@ -210,7 +224,7 @@ def merge_indexes(parts: Mapping[str, dict[str, Any]]) -> bytes:
     """
     first = next(iter(parts.values()))
     key = "shards" if "shards" in first else "chunks"
-    entries: list[Any] = []
+    entries = []
     for prefix, index in parts.items():
         if _settings(index) != _settings(first):
             raise DatasetError(f"{prefix}: expected the columns of {next(iter(parts))}, got others. Write them alike.")
@@ -308,7 +322,7 @@ class Block:
 
     def read(self) -> U8:
         """Return its bytes, decompressed; a map where it is not compressed. Raises DatasetError."""
-        external.check_size(self.path, self.stored_bytes, external.file_size(self.path))
+        external.check_size(self.path, self.stored_bytes)
         memory = external.map_file(self.path)
         if self.codec:
             memory = self._unpacked(memory)
@@ -407,7 +421,7 @@ class StoredColumn:
 
     name: str
     size: int | None
-    decode: Callable[[bytes], Any]
+    decode: Decode
 
 
 def open_blocks(
@@ -445,7 +459,7 @@ def _read_rows(
         if stop - start < head.size:
             raise damaged(path, "the sizes of its columns in every sample", "fewer bytes")
         own, position = iter(head.unpack_from(data, start) or [stop - start]), start + head.size
-        row: dict[str, Any] = {}
+        row = {}
         for column in columns:
             begin, position = position, position + (next(own) if column.size is None else column.size)
             if position > stop:
@@ -463,7 +477,7 @@ def _weight(row: dict[str, Any]) -> int:
     return sum(len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 8) for value in row.values())
 
 
-def decode_number(dtype: str) -> Callable[[bytes], Any]:
+def decode_number(dtype: str) -> Decode:
     """Return the decoder of numbers of a type."""
     return lambda data: np.frombuffer(data, dtype)[0]
 

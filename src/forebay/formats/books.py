@@ -99,7 +99,7 @@ def _too_large(limit: int) -> _RefusedError:
 def _pdf_text(data: bytes, limit: int) -> tuple[str, Mapping[str, str]]:
     with package_for("PDF", "pypdfium2", "books"):
         import pypdfium2
-    pages: list[str] = []
+    pages = []
     size = 0
     with _pdfium:
         try:
@@ -140,7 +140,7 @@ def _epub_text(data: bytes, limit: int) -> tuple[str, Mapping[str, str]]:
             encrypted = (unquote(element.get("URI", "")) for element in tree.iterfind(".//{*}CipherReference"))
             if not set(chapters).isdisjoint(encrypted):
                 raise _RefusedError("expected an EPUB that is not encrypted, got one whose chapters are (DRM)")
-        texts: list[str] = []
+        texts = []
         size = 0
         for name in chapters:
             chapter = _member(archive, name, limit - size)

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
@@ -31,6 +31,7 @@ from forebay.formats.conversion import (
     FileSink,
     OutputFile,
     Position,
+    ReadFrom,
     TableSource,
     TokenPart,
     TokenSource,
@@ -44,6 +45,8 @@ from forebay.storage.origins import object_state, open_origin
 from forebay.storage.remote_path import RemotePath
 from forebay.storage.store import BucketStore
 
+Mark: TypeAlias = tuple[int, Position]
+"""Tokens or rows before a position of the source, and the position."""
 _RECORDS = ".converting"
 _PLAN_FILE = f"{_RECORDS}/plan.json"
 _PLAN_VERSION = 2
@@ -79,7 +82,7 @@ class BucketSink(FileSink):
         self._chunk_bytes = chunk_size(options.slice_bytes)
         self._pool = ThreadPoolExecutor(_NUM_READERS)
         self._upload: Future[None] | None = None
-        self._records: list[tuple[OutputFile, tuple[int, Position] | None]] = []
+        self._records: list[tuple[OutputFile, Mark | None]] = []
         self._num_files = self._count = self._num_bytes = 0
         self._cursor: Cursor | None = None
         if not store.exists(_PLAN_FILE):
@@ -96,7 +99,7 @@ class BucketSink(FileSink):
     def resume(self, source: TokenSource | TableSource, to: str) -> TokenSource | TableSource:
         """Return what follows the files that are recorded, as far as the source can be read from there."""
         is_tokens = isinstance(source, TokenSource)
-        read: Any = source.parts_from if isinstance(source, TokenSource) else source.batches_from
+        read = source.parts_from if isinstance(source, TokenSource) else source.batches_from
         schema = source.schema if isinstance(source, TableSource) else ()
         is_decoded = to == "forebay" and any(contains(field.type, is_bytes) for field in schema)
         if read is None or is_decoded:
@@ -177,7 +180,7 @@ class BucketSink(FileSink):
             self._upload.result()
         self._upload = None
 
-    def _put(self, index: int, file: OutputFile, path: Path, mark: tuple[int, Position] | None) -> None:
+    def _put(self, index: int, file: OutputFile, path: Path, mark: Mark | None) -> None:
         if index < len(self._records):
             if self._records[index][0] != _without_parts(file):
                 raise DatasetError(
@@ -195,7 +198,7 @@ class BucketSink(FileSink):
         header = orjson.dumps([asdict(file) | {"leaves": "", "lengths": ""}, mark])
         self._store.create(_record_name(index), len(header).to_bytes(8, "little") + header + file.leaves + file.lengths)
 
-    def _load(self, index: int) -> tuple[OutputFile, tuple[int, Position] | None] | None:
+    def _load(self, index: int) -> tuple[OutputFile, Mark | None] | None:
         try:
             data = self._store.read_array(_record_name(index), np.uint8, _RECORD_BYTES).tobytes()
         except FileNotFoundError:
@@ -291,24 +294,24 @@ def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> Non
     )
 
 
+@dataclass(eq=False)
 class Cursor:
     """Items of a source from a position on, with `count` tokens or rows before it; remembers where to read again."""
 
-    def __init__(
-        self, read: Callable[[Position | None], Iterator[tuple[Position | None, Any]]], size: Callable[[Any], int],
-        count: int, position: Position | None,
-    ) -> None:  # fmt: skip
-        self._read, self._size, self._count, self._position = read, size, count, position
-        self._marks: deque[tuple[int, Position]] = deque()
+    read: ReadFrom[Any]
+    size: Callable[[Any], int]
+    count: int
+    position: Position | None
+    _marks: deque[Mark] = field(default_factory=deque)
 
     def __iter__(self) -> Iterator[Any]:
-        for position, item in self._read(self._position):
+        for position, item in self.read(self.position):
             if position is not None:
-                self._marks.append((self._count, position))
-            self._count += self._size(item)
+                self._marks.append((self.count, position))
+            self.count += self.size(item)
             yield item
 
-    def mark(self, count: int) -> tuple[int, Position] | None:
+    def mark(self, count: int) -> Mark | None:
         """Return the last position with at most `count` tokens or rows before it, and their number."""
         while len(self._marks) > 1 and self._marks[1][0] <= count:
             self._marks.popleft()

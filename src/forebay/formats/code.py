@@ -61,7 +61,13 @@ def _value(column: str, file: InputFile, text: str, licences: dict[Path, str]) -
     if column == "language":
         return language_of(file.name.rpartition(".")[0] if file.compression else file.name, text)
     if column in ("licence", "license"):
-        return spdx_of(text) or _licence_at(file, licences)
+        if licence := spdx_of(text):
+            return licence
+        for folder in _folders(file):
+            if folder not in licences:
+                licences[folder] = _licence_of_folder(folder)
+            if licences[folder]:
+                return licences[folder]
     return ""
 
 
@@ -102,15 +108,6 @@ def _folders(file: InputFile) -> Sequence[Path]:
     return () if "://" in file.path else Path(file.path).parents[: max(1, file.name.count("/"))]
 
 
-def _licence_at(file: InputFile, licences: dict[Path, str]) -> str:
-    for folder in _folders(file):
-        if folder not in licences:
-            licences[folder] = _licence_of_folder(folder)
-        if licences[folder]:
-            return licences[folder]
-    return ""
-
-
 def _licence_files(folder: Path) -> list[Path]:
     try:
         return _list_licence_files(folder, local_version(folder))
@@ -125,7 +122,7 @@ def _list_licence_files(folder: Path, version: str) -> list[Path]:
 
 
 def _licence_of_folder(folder: Path) -> str:
-    ids: set[str] = set()
+    ids = set()
     for path in _licence_files(folder):
         try:
             with path.open("rb") as stream:

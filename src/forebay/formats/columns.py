@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute
 
 from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError, error_text
 from forebay.formats.base import Format
-from forebay.formats.conversion import ConvertOptions, Position, TableSource
+from forebay.formats.conversion import ConvertOptions, Position, Positioned, TableSource
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, keys_of, to_record
 from forebay.formats.report import Report, check_rows
@@ -27,6 +27,8 @@ READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, 
 """What pyarrow raises for damaged files."""
 BATCH_BYTES = 8 << 20
 _SHOWN_COLUMNS = 12
+GroupRows: TypeAlias = Iterator[tuple[int, dict[str, object] | Record]]
+GroupBatches: TypeAlias = Iterator[tuple[int, pa.RecordBatch]]
 
 
 class ColumnFormat(Format):
@@ -39,11 +41,11 @@ class ColumnFormat(Format):
         """Open pyarrow's reader of an input. With a split its groups are validated as far as memory is at risk."""
 
     @abstractmethod
-    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> GroupRows:
         """Yield the rows of a split, each with the number of its group if it is its first, else -1; or damage."""
 
     @abstractmethod
-    def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def batches(self, reader: Any, first: int = 0) -> GroupBatches:
         """Yield the batches of a file from group `first` on, each with the number of the group that it begins or -1."""
 
     def open_path(self, path: Path) -> AbstractContextManager[Any]:
@@ -87,7 +89,7 @@ class ColumnFormat(Format):
 
     def _read_batches(
         self, paths: Sequence[Path], schema: pa.Schema, position: Position | None
-    ) -> Iterator[tuple[Position | None, pa.RecordBatch]]:
+    ) -> Positioned[pa.RecordBatch]:
         """A position is the number of a file and of a group in it."""
         first_file, first = position or (0, 0)
         for number, path in enumerate(paths[first_file:], first_file):

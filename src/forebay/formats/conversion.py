@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
 
@@ -18,8 +18,13 @@ from forebay.dataset.reader import Dataset
 from forebay.files import atomic_write
 from forebay.storage.listing import Skipped, describe_skipped
 
+T = TypeVar("T")
 Position: TypeAlias = list[int]
 """Where in its files a source may be read from: numbers whose meaning its format knows."""
+Positioned: TypeAlias = Iterator[tuple[Position | None, T]]
+"""Parts of a source, each with the position from which it may be read again; None where it may not."""
+ReadFrom: TypeAlias = Callable[[Position | None], Positioned[T]]
+"""Reads a source from a position; None: from the start."""
 _log = logging.getLogger("forebay.convert")
 
 
@@ -65,7 +70,7 @@ class TokenSource:
     parts: Callable[[], Iterator[TokenPart]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dataset: Dataset | None = None
-    parts_from: Callable[[Position | None], Iterator[tuple[Position | None, TokenPart]]] | None = None
+    parts_from: ReadFrom[TokenPart] | None = None
     files: Sequence[Path] = ()
 
 
@@ -89,7 +94,7 @@ class TableSource:
     num_rows: int | None
     batches: Callable[[], Iterator[pa.RecordBatch]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    batches_from: Callable[[Position | None], Iterator[tuple[Position | None, pa.RecordBatch]]] | None = None
+    batches_from: ReadFrom[pa.RecordBatch] | None = None
     files: Sequence[Path] = ()
 
     def with_columns(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> "TableSource":

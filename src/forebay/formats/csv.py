@@ -58,7 +58,7 @@ class Csv(Format):
             if size > SAMPLE_BYTES:
                 break
         rows, num_preambles = _rows(head, lines, split.files[0].path)
-        names: list[str] | None = None
+        names = None
         positions: dict[str, int] = {}
         index = -1
         while True:

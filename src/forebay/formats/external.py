@@ -229,9 +229,9 @@ class ExternalDataset(Dataset, ABC):
     def _map(self, path: Path, num_bytes: int) -> U8:
         with self._map_lock:
             memory = self._maps.pop(path, None)
-            if memory is None or file_size(path) != num_bytes:
+            check_size(path, num_bytes)
+            if memory is None or len(memory) != num_bytes:
                 memory = map_file(path)
-            check_size(path, num_bytes, len(memory))
             self._maps[path] = memory
             while len(self._maps) > _MAX_MAPS:
                 self._maps.popitem(last=False)
@@ -280,9 +280,9 @@ def index_edges(folder: Path) -> tuple[bytes, bytes]:
     return read_head(index, 4096), read_head(index, 1 << 16, max(0, file_size(index) - (1 << 16)))
 
 
-def check_size(path: Path, expected: int, got: int) -> None:
+def check_size(path: Path, expected: int) -> None:
     """Raise DatasetError if a file has another size than expected."""
-    if got != expected:
+    if (got := file_size(path)) != expected:
         raise DatasetError(f"{path}: expected {expected} bytes, got {got}. Fetch it again.")
 
 

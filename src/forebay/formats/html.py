@@ -83,7 +83,7 @@ def html_to_text(html: str) -> str:
     """Return the text of a fragment or page with all that a browser shows of it. Raises HtmlError."""
     from resiliparse.extract.html2text import extract_plain_text
 
-    text: str = extract_plain_text(parse_html(html), alt_texts=False, preserve_formatting=True)
+    text = extract_plain_text(parse_html(html), alt_texts=False, preserve_formatting=True)
     if len(text) > _MAX_GROWTH * len(html) + 1000:
         raise HtmlError(f"malformed HTML: {len(html)} characters become {len(text)} of text.")
     return BLANK_LINES.sub("\n\n", strip_turn_marks(text)).strip()

@@ -190,7 +190,7 @@ def _html5(name: str) -> str:
     """The encoding that browsers use for a name: `iso-8859-1` is windows-1252 (WHATWG Encoding, 4.2)."""
     from resiliparse.parse.encoding import map_encoding_to_html5
 
-    mapped: str | None = map_encoding_to_html5(name)
+    mapped = map_encoding_to_html5(name)
     return name if mapped == "utf-8" and _NOT_HTML5.match(name) else mapped or name
 
 

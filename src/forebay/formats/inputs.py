@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from forebay.errors import CorruptInputError, PrepareError, UnreadableInputError, UsageError
 from forebay.storage.compression import MAX_WINDOW_BYTES, MIN_UNPACKED_BYTES, ChunkStream, unpack_stream
@@ -26,6 +26,10 @@ RESERVED_COLUMNS = frozenset(("place", "id", "url", "html", "text", "where", "te
 ALL_FIELDS = "*"
 _BUFFER_BYTES = 256 << 10
 _STEP_BYTES = 64 << 10
+
+
+Extents: TypeAlias = Iterator[tuple[int, int, int]]
+"""(start, stop, bytes) of splits."""
 
 
 class ReadTrace:
@@ -240,8 +244,7 @@ def open_stored(file: InputFile, *, is_random: bool = False) -> BinaryIO:
     if "://" in file.path:
         from forebay.storage.remote_file import open_url  # Loads an HTTP client, which local files do not need.
 
-        stream: BinaryIO = open_url(file.path, file.bytes, file.version, file.extent, is_random=is_random)
-        return stream
+        return open_url(file.path, file.bytes, file.version, file.extent, is_random=is_random)
     try:
         opened = _TracedFile(file.path)
     except OSError as error:

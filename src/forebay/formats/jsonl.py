@@ -1,8 +1,10 @@
-"""JSON lines, plain or compressed: one object a line.
+"""JSON: lines, plain or compressed, one object a line; and files of a list of objects, or of one after the other.
 
 As a table, a value that comes after the first 64 MiB and is of another type, or a field of its own, is an error that
 names the line, never left out; bytes and numbers that are not finite are refused. What orjson refuses is parsed again
 by `json`, which also reads NaN and integers of any length, and whose messages are better.
+
+Also TOML files that describe requests to a JSON API: `forebay prepare` fetches what they name as JSON lines.
 """
 
 import codecs
@@ -21,12 +23,13 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from forebay.errors import CorruptInputError, DatasetError, ForebayError
+from forebay.errors import CorruptInputError, DatasetError, ForebayError, UsageError
 from forebay.formats import tables
-from forebay.formats.conversion import ConvertOptions, Position, TableSource, Written
+from forebay.formats.base import Format
+from forebay.formats.conversion import ConvertOptions, Position, Positioned, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
-from forebay.formats.inputs import InputSplit, ReadOptions
-from forebay.formats.records import Record, batched, has_surrogate, shown, shown_text, to_record
+from forebay.formats.inputs import InputSplit, ReadOptions, open_input
+from forebay.formats.records import Record, batched, has_surrogate, malformed, shown_text, to_record
 from forebay.formats.report import Report
 from forebay.formats.text import BOM, LineFormat, split_lines
 
@@ -64,14 +67,19 @@ class Jsonl(LineFormat):
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         for index, (offset, line, problem) in enumerate(split_lines(split, options)):
-            if problem:
-                yield Record(index, text=shown(line), problem=problem, location=f"byte {offset}", start=offset)
-            else:
-                record = parse_line(index, line, options, offset, offset)
-                if record.problem.startswith(_SEVERAL):
-                    yield from _parse_values(index, line, options, offset)
-                else:
-                    yield record
+            location = f"byte {offset}"
+            record = None if problem else parse_line(index, line, options, offset, offset)
+            if record is None:
+                yield malformed(index, line, problem, location, offset)
+            elif not record.problem.startswith(_SEVERAL):
+                yield record
+            else:  # Several objects, or lines that end in CR alone.
+                try:
+                    for value in values(io.BytesIO(line), options.max_document_bytes):
+                        yield object_record(index, value, options, location, offset)
+                        offset = -1
+                except (ValueError, RecursionError) as error:
+                    yield malformed(index, line, f"a line of several values: {error}", location)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schema = tables.infer_schema((lines.location, lines.rows, lines.num_bytes) for lines in _line_batches(paths))
@@ -79,7 +87,7 @@ class Jsonl(LineFormat):
             raise DatasetError(f"{paths[0]}: expected lines of JSON, got none.")
         columns = schema
 
-        def read(position: Position | None) -> Iterator[tuple[Position | None, pa.RecordBatch]]:
+        def read(position: Position | None) -> Positioned[pa.RecordBatch]:
             for lines in _line_batches(paths, position):
                 yield lines.position, tables.rows_batch(lines.rows, columns, lines.location)
 
@@ -119,21 +127,11 @@ def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, s
     if problem and not line.strip():
         return Record(index, problem="blank", start=start)
     if problem:
-        return Record(index, text=shown(line), problem=problem, location=location, start=start)
+        return malformed(index, line, problem, location, start)
     if isinstance(value, dict) and isinstance(value.get(options.id_key), float):
         digits = json.loads(line, parse_float=str, parse_int=str)[options.id_key]  # A large integer is a float, too.
         value[options.id_key] = digits
     return object_record(index, value, options, location, start)
-
-
-def _parse_values(index: int, line: bytes, options: ReadOptions, offset: int) -> Iterator[Record]:
-    """The documents of a line with several objects, or of lines that end in CR alone."""
-    try:
-        for value in values(io.BytesIO(line), options.max_document_bytes):
-            yield object_record(index, value, options, f"byte {offset}", offset)
-            offset = -1
-    except (ValueError, RecursionError) as error:
-        yield Record(index, text=shown(line), problem=f"a line of several values: {error}", location=f"byte {offset}")
 
 
 def values(file: BinaryIO, limit: int) -> Iterator[object]:
@@ -230,22 +228,22 @@ def _line_batches(paths: Sequence[Path], position: Position | None = None) -> It
             is_seekable = file.seekable()
             if start:
                 file.seek(start)
-            lines = _numbered_lines(file, path, start, line)
-            for batch in batched(lines, lambda entry: len(entry[2]), tables.BATCH_BYTES, tables.BATCH_ROWS):
-                offset, number, _ = batch[0]
-                rows = [_parse_row(line, path, number) for _, number, line in batch]
-                slot = [index, offset, number] if is_seekable or not offset else None
-                yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), slot)
+            lines = _numbered_lines(file, start, line)
+            try:
+                for batch in batched(lines, lambda entry: len(entry[2]), tables.BATCH_BYTES, tables.BATCH_ROWS):
+                    offset, number, _ = batch[0]
+                    rows = [_parse_row(line, path, number) for _, number, line in batch]
+                    slot = [index, offset, number] if is_seekable or not offset else None
+                    yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), slot)
+            except CorruptInputError as error:
+                raise DatasetError(f"{path}: expected complete lines, got: {error}.") from error
 
 
-def _numbered_lines(file: BinaryIO, path: Path, offset: int, first: int) -> Iterator[tuple[int, int, bytes]]:
-    try:
-        for number, line in enumerate(file, first):
-            if line.strip():
-                yield offset, number, line.removeprefix(BOM) if number == 1 else line
-            offset += len(line)
-    except CorruptInputError as error:
-        raise DatasetError(f"{path}: expected complete lines, got: {error}.") from error
+def _numbered_lines(file: BinaryIO, offset: int, first: int) -> Iterator[tuple[int, int, bytes]]:
+    for number, line in enumerate(file, first):
+        if line.strip():
+            yield offset, number, line.removeprefix(BOM) if number == 1 else line
+        offset += len(line)
 
 
 def _parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
@@ -280,3 +278,45 @@ def json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
         return [None if row is None else [float(value) for value in row] for row in column.to_pylist()]
     values: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
     return values
+
+
+class Json(Format):
+    """Files of JSON that are not lines."""
+
+    name = "json"
+    suffixes = (".json",)
+    is_plain_text = True
+
+    def sniff(self, head: bytes) -> bool:
+        is_object = re.match(rb'[\s\x1e]*(\[\s*)?\{\s*("|$)', head.removeprefix(BOM)) is not None
+        return is_object and not Jsonl().sniff(head)
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        """What cannot be parsed ends a file: nothing tells where the next object begins."""
+        index = -1
+        with open_input(split.files[0], options) as file:
+            try:
+                for index, value in enumerate(values(file, options.max_document_bytes)):
+                    yield object_record(index, value, options, f"value {index}")
+            except (ValueError, RecursionError, CorruptInputError) as error:
+                reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                yield Record(index + 1, problem=reason, location=f"value {index + 1}", unread=-1)
+
+
+class ApiRequest(Format):
+    """A request to a JSON API. Reading it as text raises: it has to be fetched first."""
+
+    name = "api"
+    suffixes = (".api.toml",)
+
+    def sniff(self, head: bytes) -> bool:
+        # A text may show such a file; this one begins as TOML does, after comments.
+        return (
+            re.match(rb"(?:[ \t\r]*(?:#[^\n]*)?\n)*[ \t]*(?:\[|[\w.-]+\s*=)", head.removeprefix(BOM)) is not None
+            and re.search(rb"(?m)^(?:url|preset)\s*=\s*\"", head) is not None
+            and re.search(rb"(?m)^(?:preset|items|next)\s*=\s*\"", head) is not None
+        )
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        path = split.files[0].path
+        raise UsageError(f"{path}: describes an API. Name it NAME.api.toml and run `forebay prepare` on it.")

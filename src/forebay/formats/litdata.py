@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError
@@ -25,7 +25,6 @@ from forebay.files import path_below
 from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.mds import inside_directory
 from forebay.formats.token_stream import build_stream, documents
 
 _EXPECTED = "LitData's index of chunks neither encrypted nor framed (compression_level='chunk')"
@@ -39,9 +38,9 @@ _TOKENS = {"U16": "no_header_numpy:5", "U32": "no_header_tensor:16"}  # uint16; 
 class Chunk(BaseModel, strict=True, defer_build=True):
     """One entry of the index; `chunk_bytes` is its size once decompressed, `dim` counts its tokens."""
 
-    filename: Annotated[str, AfterValidator(inside_directory)]
-    chunk_bytes: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)]
-    chunk_size: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES // 4)]
+    filename: blocks.FileName
+    chunk_bytes: blocks.NumBytes
+    chunk_size: blocks.NumSamples
     dim: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -138,7 +137,7 @@ class LitDataset(blocks.BlockDataset):
         path = self._folder / chunk.filename
         if 4 * (chunk.chunk_size + 2) + chunk.dim * kind.itemsize != chunk.chunk_bytes:
             raise damaged(path, f"{chunk.dim} tokens {kind}, as its index says", f"{chunk.chunk_bytes} bytes")
-        external.check_size(path, chunk.chunk_bytes, external.file_size(path))
+        external.check_size(path, chunk.chunk_bytes)
         return chunk.dim
 
     def _bounds(self, block: blocks.Block, memory: U8, offsets: I64) -> tuple[I64, I64]:
@@ -247,8 +246,8 @@ def _number_type(leaf: str) -> str:
     return f"<{_TORCH[number]}" if name == "no_header_tensor" and number in _TORCH else ""
 
 
-def _decoder(folder: Path, name: str, leaf: str) -> Callable[[bytes], Any]:
-    decoders: dict[str, Callable[[bytes], Any]] = {
+def _decoder(folder: Path, name: str, leaf: str) -> blocks.Decode:
+    decoders: dict[str, blocks.Decode] = {
         "str": bytes.decode, "text": bytes.decode, "json": _decode_json, "numpy": _decode_array,
         "int": blocks.decode_number("<i8"), "float": blocks.decode_number("<f8"), "bool": blocks.decode_number("?"),
     }  # fmt: skip

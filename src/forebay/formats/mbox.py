@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from forebay.errors import CorruptInputError
 from forebay.formats.http_message import body_text
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record, column_values, shown, strip_turn_marks, without_surrogates
+from forebay.formats.records import Record, column_values, malformed, shown, strip_turn_marks, without_surrogates
 from forebay.formats.text import LineFormat, skip_line
 
 _START = re.compile(rb"From [^\n]+ \d{1,2}:\d\d(?::\d\d)?[ \t][^\n]*\d{4}\b")
@@ -56,7 +56,7 @@ class Mbox(LineFormat):
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         with open_input(split.files[0], options) as file:
             for index, (offset, data, problem) in enumerate(_messages(file, options, split.start, split.stop)):
-                record = Record(0, text=shown(data), problem=problem) if problem else _document(data, options)
+                record = malformed(0, data, problem) if problem else _document(data, options)
                 yield replace(record, index=index, location=f"byte {offset}", start=offset)
 
 
@@ -112,7 +112,7 @@ def _document(data: bytes, options: ReadOptions) -> Record:
     try:
         message = message_from_bytes(_QUOTED.sub(rb"\1", data))
         if not message.keys() and data.strip():
-            return Record(0, text=shown(data), problem="a message without headers")
+            return malformed(0, data, "a message without headers")
         plain, html = list[str](), list[str]()
         problem = _collect(message, plain, html)
         text = "\n\n".join(part for part in plain if part.strip()).strip("\r\n")
@@ -125,7 +125,7 @@ def _document(data: bytes, options: ReadOptions) -> Record:
         text = strip_turn_marks((html[0] if is_html else text).replace("\r\n", "\n"))
         return Record(0, name, text, url if "://" in url else "", is_html, values=values)
     except _ERRORS as error:
-        return Record(0, text=shown(data), problem=f"a malformed message: {type(error).__name__}: {error}"[:300])
+        return malformed(0, data, f"a malformed message: {type(error).__name__}: {error}"[:300])
 
 
 def _collect(part: "Message[Any, Any]", plain: list[str], html: list[str]) -> str:

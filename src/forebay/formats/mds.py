@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 import pyarrow as pa
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from forebay.arrays import I64, U8, Array
 from forebay.errors import DatasetError, UsageError
@@ -32,7 +32,7 @@ from forebay.formats.token_stream import build_stream, documents
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
 _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
 _ARRAY = re.compile(rf"ndarray:({'|'.join(_TYPES)})(:|$)")
-_DECODERS: dict[str, Callable[[bytes], Any]] = {
+_DECODERS: dict[str, blocks.Decode] = {
     **{name: blocks.decode_number(kind) for name, kind in _TYPES.items()},
     **dict.fromkeys(("bytes", "jpeg", "png"), bytes),
     "str": bytes.decode,
@@ -43,18 +43,11 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 }
 
 
-def inside_directory(name: str) -> str:
-    """Return the name of a file of an index. Raises ValueError if it leads out of the directory."""
-    if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
-        raise ValueError(f"a file inside the directory, not {name!r}")
-    return name
-
-
 class ShardFile(BaseModel, strict=True, defer_build=True):
     """A shard's file, raw or compressed, as the index lists it."""
 
-    basename: Annotated[str, AfterValidator(inside_directory)]
-    bytes: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)]
+    basename: blocks.FileName
+    bytes: blocks.NumBytes
     hashes: dict[str, str] | None = None
 
     @property
@@ -71,8 +64,8 @@ class MdsShard(BaseModel, strict=True, defer_build=True):
     version: Literal[2]
     column_names: list[str]
     column_encodings: list[str]
-    column_sizes: list[Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES)] | None]
-    samples: Annotated[int, Field(ge=0, le=blocks.MAX_BLOCK_BYTES // 4)]
+    column_sizes: list[blocks.NumBytes | None]
+    samples: blocks.NumSamples
     raw_data: ShardFile
     zip_data: ShardFile | None = None
     compression: str | None = None
@@ -106,9 +99,23 @@ class Mds(layout.ColumnDirectory):
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         """Every column but pickled ones; images as their bytes, tokens that are bytes as numbers of `input_dtype`."""
-        folder = paths[0]
-        shards = _read_index(folder / INDEX_FILE)
-        columns = [_stored_column(folder / INDEX_FILE, shards, i, options) for i in range(len(shards[0].column_names))]
+        folder, index = paths[0], paths[0] / INDEX_FILE
+        shards = _read_index(index)
+        first, columns = shards[0], []
+        for name, encoding, size in zip(first.column_names, first.column_encodings, first.column_sizes):
+            decode: blocks.Decode
+            if encoding == "bytes" and name in (*external.TOKEN_COLUMNS, options.column):
+                decode = partial(np.frombuffer, dtype=_bytes_type(index, name, options.input_dtype))
+            elif _ARRAY.match(encoding):
+                decode = partial(_decode_array, *_array_type(index, encoding))
+            elif encoding in _DECODERS:
+                decode = _DECODERS[encoding]
+            else:
+                raise DatasetError(
+                    f"{index}: expected columns that are read without running code, got {name}: {encoding!r}. Write "
+                    "them with MosaicML's library as JSON or arrays."
+                )
+            columns.append(blocks.StoredColumn(name, size or None, decode))
         counts = [shard.samples for shard in shards]
         return blocks.open_blocks(self.name, folder, columns, counts, lambda i: _find_block(folder, shards[i]))
 
@@ -165,7 +172,7 @@ class MdsDataset(blocks.BlockDataset):
 
     def _count(self, file: int) -> int:
         block, column = self._block(file), self._column
-        external.check_size(block.path, block.stored_bytes, external.file_size(block.path))
+        external.check_size(block.path, block.stored_bytes)
         if column.length is not None:
             return block.num_samples * column.length
         if block.codec or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
@@ -218,7 +225,7 @@ def _shape_header(shape: tuple[int, ...]) -> bytes:
 def _write_shards(
     samples: Iterable[bytes], out: Path, options: ConvertOptions, encodings: dict[str, blocks.Encoding]
 ) -> list[Path]:
-    settings: dict[str, Any] = {
+    settings = {
         "column_encodings": [encoding.name for encoding in encodings.values()],
         "column_names": list(encodings),
         "column_sizes": [encoding.size for encoding in encodings.values()],
@@ -258,23 +265,6 @@ def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
             return blocks.Block(path, shard.samples, num_bytes, file.bytes, codec, name, hashes.get(name, ""))
     path = folder / shard.raw_data.basename
     raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
-
-
-def _stored_column(path: Path, shards: list[MdsShard], index: int, options: ConvertOptions) -> blocks.StoredColumn:
-    name, encoding = shards[0].column_names[index], shards[0].column_encodings[index]
-    decode: Callable[[bytes], Any]
-    if encoding == "bytes" and name in (*external.TOKEN_COLUMNS, options.column):
-        decode = partial(np.frombuffer, dtype=_bytes_type(path, name, options.input_dtype))
-    elif _ARRAY.match(encoding):
-        decode = partial(_decode_array, *_array_type(path, encoding))
-    elif encoding in _DECODERS:
-        decode = _DECODERS[encoding]
-    else:
-        raise DatasetError(
-            f"{path}: expected columns that are read without running code, got {name}: {encoding!r}. Write them with "
-            "MosaicML's library as JSON or arrays."
-        )
-    return blocks.StoredColumn(name, shards[0].column_sizes[index] or None, decode)
 
 
 def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> Array:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -72,9 +72,7 @@ class Megatron(Format):
     """Pairs of an index and its tokens; tokens of U32 are written as int32."""
 
     name = "megatron"
-
-    def sniff(self, head: bytes) -> bool:
-        return head.startswith(MAGIC)
+    magics = (MAGIC,)
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         pair = pair_of(path)
@@ -90,6 +88,7 @@ class Megatron(Format):
         base = f"{options.name or 'dataset'}_text_document"
         data, idx, lengths = (out / f"{base}{suffix}" for suffix in (".bin", ".idx", ".lengths"))
         before = reached = count = 0
+        itemsize = TOKEN_DTYPES[stream.dtype].itemsize
         with data.open("wb") as tokens, lengths.open("wb") as sizes:
             for part in stream.parts():
                 tokens.write(np.ascontiguousarray(part.tokens).view(np.uint8).data)
@@ -107,7 +106,17 @@ class Megatron(Format):
         with lengths.open("rb") as sizes, idx.open("wb") as index:
             index.write(MAGIC + (1).to_bytes(8, "little") + bytes([_CODES[stream.dtype]]))
             index.write(count.to_bytes(8, "little") + (count + 1).to_bytes(8, "little"))
-            _write_columns(index, sizes, count, TOKEN_DTYPES[stream.dtype].itemsize)
+            for _ in range(0, count, _RUN):
+                index.write(sizes.read(4 * _RUN))
+            sizes.seek(0)
+            pointer = 0
+            for _ in range(0, count, _RUN):
+                num_bytes = np.frombuffer(sizes.read(4 * _RUN), "<i4").astype(np.int64) * itemsize
+                stops = np.cumsum(num_bytes) + pointer
+                index.write((stops - num_bytes).astype("<i8").tobytes())
+                pointer = int(stops[-1])
+            for start in range(0, count + 1, _RUN):
+                index.write(np.arange(start, min(start + _RUN, count + 1), dtype="<i8").tobytes())
         lengths.unlink()
         return stream.written([Path(data.name), Path(idx.name)])
 
@@ -123,7 +132,7 @@ class MegatronDataset(external.ExternalDataset):
         dtype = external.common_dtype(path, (index.kind for index in self._indexes))
         # The first document that ends in each slice: a slice's documents are those up to the next slice's.
         self._first: dict[tuple[int, int], int] = {}
-        parts: list[external.ExternalSlice] = []
+        parts = []
         for file, index in enumerate(self._indexes):
             name = external.shown_name(path, index.data)
             for k, (start, stop, first, last) in enumerate(_cut(index)):
@@ -175,8 +184,29 @@ def read_index(idx: Path, data: Path) -> Index:
     edges = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()
     columns = zip(pairwise(edges), ("<i4", "<i8", "<i8"))
     lengths, pointers, documents = (memory[start:stop].view(kind) for (start, stop), kind in columns)
-    total = _check_sequences(idx, data, data_bytes, kind, lengths, pointers)
-    _check_bounds(idx, documents, sequences)
+    total = before = 0
+    for a in range(0, len(lengths), _CHUNK):
+        sizes = lengths[a : a + _CHUNK].astype(np.int64)
+        expected = (np.cumsum(sizes) - sizes + total) * kind.itemsize
+        invalid = (sizes < 0) | (pointers[a : a + _CHUNK] != expected)
+        if invalid.any():
+            i = int(np.flatnonzero(invalid)[0])
+            raise DatasetError(
+                f"{idx}: expected sequence {a + i} at byte {expected[i]} of {data.name}, got {sizes[i]} tokens at byte "
+                f"{pointers[a + i]}. The index is damaged, or not in the data's order; write it again."
+            )
+        total += int(sizes.sum())
+        if total * kind.itemsize > data_bytes:
+            break
+    for a in range(0, len(documents), _CHUNK):
+        some = documents[a : a + _CHUNK].astype(np.int64)
+        rising = bool((some[1:] >= some[:-1]).all()) and int(some[0]) >= before and int(some[-1]) <= sequences
+        if not rising or (a == 0 and some[0] != 0):
+            raise DatasetError(
+                f"{idx}: expected document bounds that rise from 0 to at most {sequences}, got others. "
+                "The index is damaged; fetch it again."
+            )
+        before = int(some[-1])
     if total * kind.itemsize != data_bytes:
         raise DatasetError(
             f"{data}: expected {total * kind.itemsize} bytes, as {idx.name} says, got {data_bytes}. "
@@ -207,37 +237,6 @@ def _header(idx: Path, memory: U8) -> tuple[np.dtype[Any], int, int]:
     return _KINDS[code], sequences, bounds
 
 
-def _check_sequences(idx: Path, data: Path, data_bytes: int, kind: np.dtype[Any], lengths: I32, pointers: I64) -> int:
-    total = 0
-    for a in range(0, len(lengths), _CHUNK):
-        sizes = lengths[a : a + _CHUNK].astype(np.int64)
-        expected = (np.cumsum(sizes) - sizes + total) * kind.itemsize
-        invalid = (sizes < 0) | (pointers[a : a + _CHUNK] != expected)
-        if invalid.any():
-            i = int(np.flatnonzero(invalid)[0])
-            raise DatasetError(
-                f"{idx}: expected sequence {a + i} at byte {expected[i]} of {data.name}, got {sizes[i]} tokens at byte "
-                f"{pointers[a + i]}. The index is damaged, or not in the data's order; write it again."
-            )
-        total += int(sizes.sum())
-        if total * kind.itemsize > data_bytes:
-            break  # The caller compares the two.
-    return total
-
-
-def _check_bounds(idx: Path, bounds: I64, sequences: int) -> None:
-    before = 0
-    for a in range(0, len(bounds), _CHUNK):
-        some = bounds[a : a + _CHUNK].astype(np.int64)
-        rising = bool((some[1:] >= some[:-1]).all()) and int(some[0]) >= before and int(some[-1]) <= sequences
-        if not rising or (a == 0 and some[0] != 0):
-            raise DatasetError(
-                f"{idx}: expected document bounds that rise from 0 to at most {sequences}, got others. "
-                "The index is damaged; fetch it again."
-            )
-        before = int(some[-1])
-
-
 def _cut(index: Index) -> Iterator[tuple[int, int, int, int]]:
     """(start, stop, first document, last document) of each slice, in tokens and documents that end in it."""
     limit_tokens = MAX_TOKENS if index.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
@@ -252,17 +251,3 @@ def _cut(index: Index) -> Iterator[tuple[int, int, int, int]]:
             stop = index.end(last - 1)
         yield start, stop, document, last
         start, document = stop, last
-
-
-def _write_columns(index: BinaryIO, lengths: BinaryIO, count: int, itemsize: int) -> None:
-    for _ in range(0, count, _RUN):
-        index.write(lengths.read(4 * _RUN))
-    lengths.seek(0)
-    pointer = 0
-    for _ in range(0, count, _RUN):
-        sizes = np.frombuffer(lengths.read(4 * _RUN), "<i4").astype(np.int64) * itemsize
-        stops = np.cumsum(sizes) + pointer
-        index.write((stops - sizes).astype("<i8").tobytes())
-        pointer = int(stops[-1])
-    for start in range(0, count + 1, _RUN):
-        index.write(np.arange(start, min(start + _RUN, count + 1), dtype="<i8").tobytes())

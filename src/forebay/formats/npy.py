@@ -36,9 +36,7 @@ class Npy(RawTokens):
 
     name = "npy"
     suffixes: tuple[str, ...] = ()  # `raw tokens` has .npy: some shards so named have no header.
-
-    def sniff(self, head: bytes) -> bool:
-        return head.startswith(NPY_MAGIC)
+    magics = (NPY_MAGIC,)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         """`column` chooses some of the files: `x_train,y_train`."""

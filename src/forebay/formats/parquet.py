@@ -1,7 +1,7 @@
 """Parquet: text and rows by row group, page checksums compared, and memory bounded by what the page headers claim."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +14,17 @@ import pyarrow.parquet as pq
 from forebay.dataset.parquet_pages import Page, pages
 from forebay.errors import CorruptInputError, UsageError, error_text
 from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
-from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batch_rows, with_lists
+from forebay.formats.columns import (
+    BATCH_BYTES,
+    READ_ERRORS,
+    ColumnFormat,
+    GroupBatches,
+    GroupRows,
+    batch_rows,
+    with_lists,
+)
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
-from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
+from forebay.formats.inputs import SPLIT_BYTES, Extents, InputFile, InputSplit, ReadOptions, open_stored
 from forebay.formats.records import Record, batched
 from forebay.formats.tables import rows_at_once, write_parts
 
@@ -38,15 +46,13 @@ class Parquet(ColumnFormat):
     name = "parquet"
     title = "Parquet"
     suffixes = (".parquet", ".pq", ".parq")
+    magics = (b"PAR1", b"PARE")
     is_divisible = True
-
-    def sniff(self, head: bytes) -> bool:
-        return head.startswith((b"PAR1", b"PARE"))
 
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> pq.ParquetFile:
         return _open(file)
 
-    def batches(self, reader: Any, first: int = 0) -> Iterator[tuple[int, pa.RecordBatch]]:
+    def batches(self, reader: Any, first: int = 0) -> GroupBatches:
         metadata = reader.metadata
         size = sum(max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))
         num_rows = rows_at_once(size / max(1, metadata.num_rows))
@@ -54,7 +60,7 @@ class Parquet(ColumnFormat):
             for index, batch in enumerate(reader.iter_batches(num_rows, row_groups=[group], use_threads=False)):
                 yield -1 if index else group, batch
 
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    def split(self, file: InputFile, options: ReadOptions) -> Extents:
         try:
             with _open(file) as parquet:
                 sizes = [max(0, parquet.metadata.row_group(i).total_byte_size) for i in range(parquet.num_row_groups)]
@@ -82,23 +88,25 @@ class Parquet(ColumnFormat):
         first = np.searchsorted(middles, borders).tolist()
         if not extents or sorted(middles) != middles or (first[0], first[-1]) != (0, len(extents)):
             return [InputSplit((file,), bytes=file.bytes), *[None] * (len(borders) - 2)]
-        parts: list[InputSplit | None] = []
+        parts = []
         for i, j in pairwise(first):
             start, stop = (extents[i][0], extents[j - 1][1]) if i < j else (0, 0)
             parts.append(InputSplit((replace(file, extent=(start, stop)),), i, j, stop - start) if i < j else None)
         return parts
 
-    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> GroupRows:
         """A damaged row group costs its own rows."""
         for group in range(split.start, split.stop or reader.num_row_groups):
-            start = group
+            row_group, start = reader.metadata.row_group(group), group
             try:
-                for row in _group_rows(reader, split.files[0], group, keys):
-                    yield start, row
-                    start = -1
+                num_rows = _rows_at_once(reader, split.files[0], row_group, keys) if row_group.num_rows else 0
+                options = {"row_groups": [group], "columns": keys, "use_threads": False}
+                for batch in reader.iter_batches(num_rows, **options) if num_rows else ():
+                    for row in batch_rows(batch, keys):
+                        yield start, row
+                        start = -1
             except READ_ERRORS as error:
-                num_rows = reader.metadata.row_group(group).num_rows
-                location = f"row group {group}, of {num_rows} rows"
+                location = f"row group {group}, of {row_group.num_rows} rows"
                 unread = split.bytes // max(1, (split.stop or reader.num_row_groups) - split.start)
                 yield -1, Record(0, problem=f"damaged Parquet: {error_text(error)}", location=location, unread=unread)
 
@@ -160,19 +168,15 @@ def _open(file: InputFile) -> pq.ParquetFile:
     return pq.ParquetFile(stream if is_remote else file.path, **_SETTINGS)
 
 
-def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
-    row_group = parquet.metadata.row_group(group)
-    if not row_group.num_rows:
-        return
+def _rows_at_once(parquet: pq.ParquetFile, file: InputFile, row_group: Any, keys: list[str]) -> int:
     columns = [row_group.column(i) for i in range(row_group.num_columns)]
     columns = [column for column in columns if column.path_in_schema.startswith(tuple(keys))]
     size = sum(max(0, column.total_uncompressed_size) for column in columns)
-    num_rows = min(_BATCH_ROWS, BATCH_BYTES * max(1, row_group.num_rows) // max(1, size))
+    num_rows: int = min(_BATCH_ROWS, BATCH_BYTES * max(1, row_group.num_rows) // max(1, size))
     dictionaries = [field.name for field in parquet.schema_arrow if pa.types.is_dictionary(field.type)]
     for column in columns:
         num_rows = min(num_rows, _max_column_rows(file, column, column.path_in_schema in dictionaries))
-    for batch in parquet.iter_batches(max(1, num_rows), row_groups=[group], columns=keys, use_threads=False):
-        yield from batch_rows(batch, keys)
+    return max(1, num_rows)
 
 
 def _first_byte(column: Any) -> int:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from decimal import Decimal
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 from uuid import UUID
 
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 
 T = TypeVar("T")
+Row: TypeAlias = Mapping[str, object]
 
 PROMPT_MARK, RESPONSE_MARK, HEADER_MARK = "\ufdd0", "\ufdd1", "\ufdd2"
 """What begins a turn of a conversation whose tokens are masked (a prompt), or learnt (a response), inside `text`.
@@ -77,6 +78,11 @@ def shown(data: bytes) -> str:
     return data[:SHOWN_CHARS].decode("utf-8", "replace")
 
 
+def malformed(index: int, data: bytes, problem: str, location: str = "", start: int = -1) -> Record:
+    """Return the record of bytes that are no document."""
+    return Record(index, text=shown(data), problem=problem, location=location, start=start)
+
+
 def shown_text(text: str) -> str:
     """Return the beginning of a text, which may hold half a surrogate pair, as text that can be stored."""
     return without_surrogates(text[:SHOWN_CHARS])
@@ -89,7 +95,7 @@ def without_surrogates(text: str) -> str:
 
 def batched(items: Iterable[T], weigh: Callable[[T], int], max_weight: int, max_items: int) -> Iterator[list[T]]:
     """Yield items in lists, each of which ends once its items weigh `max_weight` or are `max_items`."""
-    batch: list[T] = []
+    batch = []
     weight = 0
     for item in items:
         batch.append(item)
@@ -101,7 +107,7 @@ def batched(items: Iterable[T], weigh: Callable[[T], int], max_weight: int, max_
         yield batch
 
 
-def look_up(row: Mapping[str, object], key: str) -> object:
+def look_up(row: Row, key: str) -> object:
     """Return the value under a key, or else at the end of the dots in it; None if there is none."""
     if key in row:
         return row[key]
@@ -127,9 +133,7 @@ def keys_of(options: ReadOptions) -> tuple[list[str], list[str]]:
     return required, [key for key in optional if key and key not in required]
 
 
-def to_record(
-    index: int, row: Mapping[str, object], options: ReadOptions, location: str = "", start: int = -1
-) -> Record:
+def to_record(index: int, row: Row, options: ReadOptions, location: str = "", start: int = -1) -> Record:
     """Return the document in a row, or what is wrong with it."""
     fields: tuple[str, ...] = ()
     if options.messages_key:
@@ -157,7 +161,7 @@ def to_record(
     return Record(index, name, text, url, location=location, start=start, values=values, fields=fields)
 
 
-def _missing(row: Mapping[str, object], keys: Sequence[str]) -> str:
+def _missing(row: Row, keys: Sequence[str]) -> str:
     if ALL_FIELDS in keys or any(key in row or key.partition(".")[0] in row for key in keys):
         return ""
     names = [str(name)[:40] for name in row]
@@ -165,14 +169,14 @@ def _missing(row: Mapping[str, object], keys: Sequence[str]) -> str:
     return f"expected text under {', '.join(map(repr, keys))}, got nothing{got}, in every record"
 
 
-def source_of(row: Mapping[str, object], options: ReadOptions) -> tuple[str, str]:
+def source_of(row: Row, options: ReadOptions) -> tuple[str, str]:
     """Return the id and the URL of a row, "" if there is none."""
     url = look_up(row, options.url_key) if options.url_key else ""
     name = name_of(look_up(row, options.id_key)) if options.id_key else ""
     return name, name_of(url) if isinstance(url, str) else ""
 
 
-def values_of(row: Mapping[str, object], options: ReadOptions) -> tuple[float | str, ...]:
+def values_of(row: Row, options: ReadOptions) -> tuple[float | str, ...]:
     """Return the values of the columns of `ReadOptions.columns` in a row."""
     return column_values(options, lambda key: look_up(row, key)) if options.columns else ()
 
@@ -212,7 +216,7 @@ def has_surrogate(text: str) -> bool:
         return True
 
 
-def _text(row: Mapping[str, object], key: str) -> tuple[str | None, str]:
+def _text(row: Row, key: str) -> tuple[str | None, str]:
     value = look_up(row, key)
     if isinstance(value, bytes):  # of a binary column, or a text column with bytes that are no text
         try:
@@ -235,7 +239,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(member)
 
 
-def _conversation(row: Mapping[str, object], key: str, keep_roles: bool) -> tuple[str, str]:
+def _conversation(row: Row, key: str, keep_roles: bool) -> tuple[str, str]:
     turns = look_up(row, key)
     if turns is None:
         return "", ""
@@ -256,7 +260,7 @@ def _conversation(row: Mapping[str, object], key: str, keep_roles: bool) -> tupl
     return "" if is_empty else "".join(texts), ""
 
 
-def _header(row: Mapping[str, object], turn: Mapping[str, object], role: str, is_first: bool) -> str:
+def _header(row: Row, turn: Row, role: str, is_first: bool) -> str:
     """What a message has beside its content, and in the first the conversation's tools; "" for a plain one."""
     role = _ROLES.get(role, role)
     fields = {name: value for name, value in turn.items() if value is not None}

@@ -7,7 +7,6 @@ and other columns are left out: the notes and the manifest name them. Memory is 
 Padding of `input_ids` is `eos_id` or 0, of `labels` -100, of other columns 0; an `attention_mask` U8 marks it.
 """
 
-import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,7 +123,7 @@ class ForebayDataset(Format):
         dataset = open_dataset(paths[0])
         if dataset.manifest.layout != "rows":
             raise UsageError(f"{paths[0]}: expected a dataset of layout rows, got {dataset.manifest.layout}.")
-        converted: Any = dataset.manifest.lineage.get("converted", {})
+        converted = dataset.manifest.lineage.get("converted", {})
         classes = converted.get("classes") if isinstance(converted, dict) else None
         slices = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Compares the hashes.
         return SafeTensors().open_rows(slices, options, {"classes": classes} if classes else {})
@@ -404,9 +403,9 @@ def _ragged(column: _Column, expected: tuple[int, ...], got: tuple[int, ...], ro
 
 
 def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
-    dataset = source.dataset
-    is_listed = dataset is not None and TOKENIZER_FILE in dataset.manifest.listed_files
-    if dataset is None or not is_listed or not (dataset.path / TOKENIZER_FILE).is_file():
+    if (dataset := source.dataset) is None or TOKENIZER_FILE not in dataset.manifest.listed_files:
+        return {}
+    if not (dataset.path / TOKENIZER_FILE).is_file():
         return {}
     shutil.copyfile(dataset.file(TOKENIZER_FILE), out / TOKENIZER_FILE)
     return {TOKENIZER_FILE: hash_file(out / TOKENIZER_FILE)}
@@ -419,13 +418,4 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Recor
         step = tables.rows_at_once(size / max(1, opened.num_rows))
         for start in range(0, opened.num_rows, step):
             rows = {name: array[start : start + step] for name, array in opened.tensors.items()}
-            yield pa.record_batch([_slice_column(rows[field.name], field) for field in schema], schema=schema)
-
-
-def _slice_column(rows: Array, field: pa.Field) -> pa.Array:
-    if not pa.types.is_list(field.type):
-        return tables.column_of(rows, field)
-    width = math.prod(rows.shape[1:])
-    offsets = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(width)
-    values = pa.array(np.ascontiguousarray(rows).reshape(-1))
-    return pa.ListArray.from_arrays(pa.array(offsets), values, type=field.type)
+            yield tables.batch_of(rows, schema)

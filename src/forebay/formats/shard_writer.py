@@ -47,7 +47,7 @@ class Shards(Format):
     """Shards and the ids of their samples, of `seq_len` tokens each; a shard has at most `slice_bytes`."""
 
     name = "shards"
-    generation = "npy"
+    generation = "npy"  # Of the ids: see `write_shards`.
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """In a directory; the tokens after the last whole sample are left out."""
@@ -82,10 +82,6 @@ class Shards(Format):
         notes = (*stream.notes, *([f"left out {left_out} tokens after the last whole sample"] if left_out else []))
         names = tuple(Path(file.name) for file in files)
         return Written(names, digest.num_tokens, None, 0, digest.text, notes)
-
-
-class _BinShards(Shards):
-    generation = "bin"
 
 
 def write_shards(
@@ -126,7 +122,8 @@ def write_shards(
     if not name:
         raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Set dtype=.")
     options = ConvertOptions(dtype=name, seq_len=seq_len, slice_bytes=shard_tokens * kind.itemsize)
-    writer = Shards() if generation == "npy" else _BinShards()
+    writer = Shards()
+    writer.generation = generation
     folder: Any = out if is_url(out) else local_path(out)
     if is_url(out):
         written, _, _ = write_to_bucket(tokens, folder, f"shards {generation}", options, writer.write_tokens)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -23,13 +23,21 @@ from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import DatasetError, ForebayError, PrepareError, PrintableUrl, UsageError
 from forebay.formats import dataset_format, open_external, open_token_files
+from forebay.formats.arrow import check_split
 from forebay.formats.base import get_format, names_with
-from forebay.formats.conversion import ConvertOptions, Position, TableSource, TokenPart, TokenSource, Written
+from forebay.formats.conversion import (
+    ConvertOptions,
+    Position,
+    Positioned,
+    TableSource,
+    TokenPart,
+    TokenSource,
+    Written,
+)
 from forebay.formats.detect import Detection, detect
 from forebay.formats.images import Images
 from forebay.formats.layout import decide_layout, layout_of_tokens
 from forebay.formats.records import batched
-from forebay.formats.saved_arrow import check_split
 from forebay.formats.tables import TableDigest, flatten, leaf_type
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
@@ -79,7 +87,7 @@ def _open_source(
     path: str | Path | _RemoteFolder, options: ConvertOptions, to: str | None
 ) -> TokenSource | TableSource:
     prefers_table = needs_table(to, options)
-    table: TableSource | None = None
+    table = None
     tokens, problem = _try_tokens(path, options)
     keeps_columns = to in _BLOCKS and options.column is None
     has_columns = tokens is not None and tokens.format in _WITH_COLUMNS
@@ -144,11 +152,11 @@ def open_tokens(path: str | Path, options: ConvertOptions) -> TokenSource | None
 def tokens_of_dataset(dataset: Dataset) -> TokenSource:
     """Return the tokens of an open dataset of layout `tokens`, slice by slice."""
     m = dataset.manifest
-    properties: dict[str, Any] = {"name": m.name, "tokenizer": m.tokenizer, "vocab_size": m.vocab_size}
+    properties = {"name": m.name, "tokenizer": m.tokenizer, "vocab_size": m.vocab_size}
     properties |= {"eos_id": m.eos_id, "id": dataset.id if dataset.has_hashes else "", "left_out": dataset.left_out}
     metadata = {key: value for key, value in properties.items() if value or (key == "eos_id" and value is not None)}
 
-    def read(position: Position | None) -> Iterator[tuple[Position | None, TokenPart]]:
+    def read(position: Position | None) -> Positioned[TokenPart]:
         for index in range(position[0] if position else 0, dataset.num_slices):
             opened = dataset.read_slice(index)
             largest = 0 if dataset.has_hashes else int(opened.tokens.max(initial=0))
@@ -197,8 +205,8 @@ def tokens_of_table(table: TableSource, options: ConvertOptions) -> TokenSource:
     Reads a local table once, to count; of one at a URL the column or the options tell the type.
     """
     name, others = layout_of_tokens(table.format, table.schema, options.column, "--set column={}")
-    total: int | None = None
-    rows: int | None = None
+    total = None
+    rows = None
     if any(isinstance(path, RemotePath) for path in table.files):
         field = table.schema.field(name)
         if leaf_type(field.type) in (pa.uint8(), pa.uint16()):
@@ -216,10 +224,10 @@ def tokens_of_table(table: TableSource, options: ConvertOptions) -> TokenSource:
             total, rows = total + len(values), rows + len(document_ends)
             largest = max(largest, int(values.max()) if len(values) else 0)
         dtype = "U16" if largest < 1 << 16 else "U32"
-    metadata: dict[str, Any] = {"left_out": others} if others else {}
+    metadata = {"left_out": others} if others else {}
     kind = TOKEN_DTYPES[dtype]
 
-    def read(position: Position | None = None) -> Iterator[tuple[Position | None, TokenPart]]:
+    def read(position: Position | None = None) -> Positioned[TokenPart]:
         return (
             (index, TokenPart(values.astype(kind, copy=False), document_ends))
             for index, values, document_ends in _lists(table, name, position)
@@ -331,7 +339,7 @@ def table_files(target: Path) -> Iterator[Path | Skipped]:
 def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], list[Skipped]]:
     names = names_with("open_rows")
     groups: dict[str, list[Path]] = {}
-    skipped: list[Skipped] = []
+    skipped = []
     detected: dict[str, Detection] = {}
     for path in files:
         if isinstance(path, Skipped):

@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -82,18 +82,16 @@ def field_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], kind: str 
 
 def column_of(rows: Array, field: pa.Field) -> pa.Array:
     """Rows [N, …] as a column; no copy if they lie one behind another. Booleans are packed to bits."""
-    flat = np.ascontiguousarray(rows).reshape(-1)
-    if isinstance(field.type, pa.FixedShapeTensorType):
-        values = _values(flat, field.type.value_type)
-        lists = pa.FixedSizeListArray.from_arrays(values, max(1, math.prod(field.type.shape)))
-        return pa.ExtensionArray.from_storage(field.type, lists)
-    return _values(flat, field.type)
-
-
-def _values(flat: Array, kind: Any) -> pa.Array:
-    if flat.dtype == np.bool_:
-        return pa.array(flat)
-    return pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(flat)])
+    flat, kind = np.ascontiguousarray(rows).reshape(-1), leaf_type(field.type)
+    is_packed = flat.dtype == np.bool_
+    values = pa.array(flat) if is_packed else pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(flat)])
+    if pa.types.is_list(field.type):
+        offsets = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(math.prod(rows.shape[1:]))
+        return pa.ListArray.from_arrays(pa.array(offsets), values, type=field.type)
+    if not isinstance(field.type, pa.FixedShapeTensorType):
+        return values
+    lists = pa.FixedSizeListArray.from_arrays(values, max(1, math.prod(field.type.shape)))
+    return pa.ExtensionArray.from_storage(field.type, lists)
 
 
 def batch_of(arrays: Mapping[str, Array], schema: pa.Schema) -> pa.RecordBatch:
@@ -208,7 +206,7 @@ def contains(kind: Any, test: Callable[[Any], bool]) -> bool:
 
 def infer_schema(batches: Iterable[tuple[str, Rows, int]]) -> pa.Schema | None:
     """The columns of (place, rows, bytes) up to the first 64 MiB, of types that hold all values; None of none."""
-    schema: pa.Schema | None = None
+    schema = None
     seen = 0
     for location, rows, size in batches:
         columns = _infer(rows, location)
@@ -272,7 +270,21 @@ def open_samples(name: str, batches: Callable[[], Iterator[tuple[str, Rows, int]
     columns = pa.schema([field for field in plain if field.name not in arrays])
     tensors = [_array_field(column, kinds, path) for column, kinds in sorted(arrays.items())]
     schema = pa.schema([*columns, *tensors])
-    return TableSource(name, schema, None, lambda: _read_samples(batches(), columns, tensors, schema))
+
+    def read() -> Iterator[pa.RecordBatch]:
+        for location, rows, _ in batches():
+            extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)}
+            if extra := extra - arrays.keys():
+                raise DatasetError(
+                    f"{location} and after: expected columns {schema.names}, got arrays {sorted(extra)}."
+                )
+            values = [_array_column([row.get(field.name) for row in rows], field, location) for field in tensors]
+            if columns.names:
+                first = rows_batch([_without_arrays(row, arrays) for row in rows], columns, location)
+                values = [*first.columns, *values]
+            yield pa.record_batch(values, schema=schema)
+
+    return TableSource(name, schema, None, read)
 
 
 def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
@@ -288,21 +300,6 @@ def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path)
     raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
 
 
-def _read_samples(
-    batches: Iterable[tuple[str, Rows, int]], plain: pa.Schema, tensors: list[pa.Field], schema: pa.Schema
-) -> Iterator[pa.RecordBatch]:
-    names = {field.name for field in tensors}
-    for location, rows, _ in batches:
-        extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
-        if extra:
-            raise DatasetError(f"{location} and after: expected columns {schema.names}, got arrays {sorted(extra)}.")
-        columns = [_array_column([row.get(field.name) for row in rows], field, location) for field in tensors]
-        if plain.names:
-            first = rows_batch([_without_arrays(row, names) for row in rows], plain, location)
-            columns = [*first.columns, *columns]
-        yield pa.record_batch(columns, schema=schema)
-
-
 def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array:
     if any(value is None for value in values) and not pa.types.is_list(field.type):
         raise DatasetError(f"{location} and after: expected an array {field.name!r} in every sample, got none in some.")
@@ -316,16 +313,18 @@ def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array
         return column_of(stacked, field)
 
 
+@dataclass(eq=False)
 class Encoded:
     """A part to which a function turns batches, given the place of their first row in the whole table."""
 
-    def __init__(self, file: BinaryIO, first_row: int, encode: Callable[[pa.RecordBatch, int], bytes]) -> None:
-        self._file, self._encode, self._row = file, encode, first_row
+    file: BinaryIO
+    first_row: int  # Of the next batch.
+    encode: Callable[[pa.RecordBatch, int], bytes]
 
     def write(self, table: pa.Table) -> None:
         for batch in table.to_batches():
-            self._file.write(self._encode(batch, self._row))
-            self._row += batch.num_rows
+            self.file.write(self.encode(batch, self.first_row))
+            self.first_row += batch.num_rows
 
     def close(self) -> None:
         pass

@@ -12,8 +12,17 @@ from typing import BinaryIO
 from forebay.errors import CorruptInputError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.encodings import find_encoding
-from forebay.formats.inputs import MAX_SPLITS, SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, skip_to
-from forebay.formats.records import SHOWN_CHARS, Record, shown, strip_turn_marks
+from forebay.formats.inputs import (
+    MAX_SPLITS,
+    SPLIT_BYTES,
+    Extents,
+    InputFile,
+    InputSplit,
+    ReadOptions,
+    open_input,
+    skip_to,
+)
+from forebay.formats.records import SHOWN_CHARS, Record, malformed, strip_turn_marks
 
 BOM = b"\xef\xbb\xbf"
 _STEP = 1 << 20
@@ -38,7 +47,7 @@ class LineFormat(Format):
     is_plain_text = True
     is_divisible = True
 
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    def split(self, file: InputFile, options: ReadOptions) -> Extents:
         return split_bytes(file)
 
     def divide(self, file: InputFile, options: ReadOptions, borders: Sequence[int]) -> list[InputSplit | None]:
@@ -58,14 +67,14 @@ class Lines(LineFormat):
             location = f"byte {offset}"
             line = line.rstrip(b"\r\n")
             if problem:
-                yield Record(index, text=shown(line), problem=problem, location=location, start=offset)
+                yield malformed(index, line, problem, location, offset)
             elif not line.strip():
                 yield Record(index, problem="blank", start=offset)
             else:
                 yield document_of(index, line, location, start=offset)
 
 
-def split_bytes(file: InputFile) -> Iterator[tuple[int, int, int]]:
+def split_bytes(file: InputFile) -> Extents:
     """Yield splits of a file that may be divided at any byte, of `SPLIT_BYTES`, but at most `MAX_SPLITS` of them."""
     step = max(SPLIT_BYTES, -(-file.bytes // MAX_SPLITS))
     for start in range(0, file.bytes, step):
@@ -125,10 +134,10 @@ def skip_line(file: BinaryIO) -> int:
 def read_document(index: int, file: InputFile, options: ReadOptions, html: bool = False) -> tuple[bytes, Record]:
     """Return the bytes of a file that is one document, and its record; no bytes where they cannot be read."""
     data, fault = read_data(index, file, options)
-    return data, fault or decoded_document(index, data, options, html=html)
+    return data, fault or decoded_document(index, data, options, "", html)
 
 
-def decoded_document(index: int, data: bytes, options: ReadOptions, location: str = "", html: bool = False) -> Record:
+def decoded_document(index: int, data: bytes, options: ReadOptions, location: str, html: bool) -> Record:
     """Return `document_of` bytes that may be in an encoding without a label."""
     record = document_of(index, data, location, html)
     if record.problem and not html and options.encoding == "auto" and (encoding := find_encoding(data)):
@@ -150,7 +159,7 @@ def read_data(index: int, file: InputFile, options: ReadOptions) -> tuple[bytes,
     if len(data) > limit:
         problem = f"larger than max_document_bytes, {limit}"
         problem += ". For one document a line force the format `lines`" if file.format == "text" else ""
-        return b"", Record(index, text=shown(data), problem=problem, location=file.name)
+        return b"", malformed(index, data, problem, file.name)
     return data, None
 
 
@@ -160,10 +169,8 @@ def document_of(index: int, data: bytes, location: str = "", html: bool = False,
         data = data.replace(b"\n" + BOM, b"\n")
     try:
         text = strip_turn_marks(data.decode("utf-8-sig"))
-        problem = "NUL bytes alone" if "\0" in text[:1] and not text.strip("\0 \t\r\n") else ""
-        if problem:
-            return Record(index, problem=problem, location=location, start=start)
+        if "\0" in text[:1] and not text.strip("\0 \t\r\n"):
+            return Record(index, problem="NUL bytes alone", location=location, start=start)
         return Record(index, text=text, html=html, start=start)
     except UnicodeDecodeError as error:
-        problem = f"not UTF-8: {error.reason} at byte {error.start}"
-        return Record(index, text=shown(data), problem=problem, location=location, start=start)
+        return malformed(index, data, f"not UTF-8: {error.reason} at byte {error.start}", location, start)

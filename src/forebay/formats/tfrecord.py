@@ -24,7 +24,7 @@ from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
-from forebay.formats.records import Record, batched, shown, to_record
+from forebay.formats.records import Record, batched, malformed, to_record
 from forebay.formats.report import Report
 
 _STEP = 1 << 20
@@ -65,12 +65,12 @@ class TFRecord(Format):
                         continue
                     except NotExampleError as error:
                         problem = f"not a tf.train.Example: {error}"
-                yield Record(index, text=shown(data), problem=problem, location=location, start=offset)
+                yield malformed(index, data, problem, location, offset)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         kinds: dict[str, int] = {}
         lists = set(TOKEN_COLUMNS)  # Also where each document has one token.
-        binary: set[str] = set()
+        binary = set()
         size = 0
         for location, row, num_bytes in _records(paths):
             for name, (kind, values) in row.items():
@@ -230,7 +230,7 @@ def parse_features(data: bytes) -> _Row:
 
     Raises NotExampleError.
     """
-    row: _Row = {}
+    row = {}
     for number, entries in fields(data):
         if number not in (1, 2):
             raise NotExampleError(f"field {number}, where features are expected")

@@ -183,7 +183,7 @@ def build_stream(
     """
     dtype = options.dtype or source.dtype
     max_id = (1 << 16) - 1 if dtype == "U16" else (1 << 31) - 1 if signed else (1 << 32) - 1
-    notes: list[str] = []
+    notes = []
     documents: Documents = "none"
     if boundaries != "none":
         if boundaries == "rows" and options.seq_len:
@@ -209,7 +209,7 @@ def slices_of(stream: TokenStream, slice_bytes: int) -> Iterator[TokenPart]:
     """Yield the stream in slices, as large as fits in `slice_bytes` with their ends."""
     itemsize = TOKEN_DTYPES[stream.dtype].itemsize
     size = max(1, (slice_bytes - TOKEN_HEADER_BYTES) // itemsize)
-    pending: list[TokenPart] = []
+    pending = []
     count = 0
     for part in chain(stream.parts(), [None]):  # None: no other part follows.
         if part is not None:

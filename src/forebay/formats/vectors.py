@@ -84,7 +84,7 @@ class VectorDataset(external.ExternalDataset):
                 "type, say it: forebay.formats.open_external(PATH, dtype='uint32').", path, self._vectors[0].kind,
             )  # fmt: skip
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
-        parts: list[external.ExternalSlice] = []
+        parts = []
         for file, vector in enumerate(self._vectors):
             is_view = vector.kind.itemsize in (2, 4) and not isinstance(vector.path, RemotePath)
             limit = external.MAX_TOKENS if is_view else external.MAX_COPIED_TOKENS
@@ -115,23 +115,17 @@ class VectorDataset(external.ExternalDataset):
 
     def _view(self, vector: Vector, start: int, stop: int) -> Array:
         width = vector.kind.itemsize
-        if isinstance(vector.path, RemotePath):
-            data = self._read_range(vector.path, vector.offset + start * width, (stop - start) * width)
-            return np.frombuffer(data, vector.kind)
-        return self._map(vector.path, vector.file_bytes)[
-            vector.offset + start * width : vector.offset + stop * width
-        ].view(vector.kind)
-
-    def _read_range(self, path: RemotePath, start: int, num_bytes: int) -> bytes:
-        """Of the last file the stream stays open: one that reads on fetches ahead."""
+        first, num_bytes = vector.offset + start * width, (stop - start) * width
+        if not isinstance(path := vector.path, RemotePath):
+            return self._map(path, vector.file_bytes)[first : first + num_bytes].view(vector.kind)
         with self._stream_lock:
             if self._stream is None or self._stream[0] != path:
-                self._stream = (path, path.open())
-            self._stream[1].seek(start)
-            data: bytes = self._stream[1].read(num_bytes)
+                self._stream = (path, path.open())  # It stays open: a stream that is read on fetches ahead.
+            self._stream[1].seek(first)
+            data = self._stream[1].read(num_bytes)
         if len(data) < num_bytes:
-            raise DatasetError(f"{path}: expected {num_bytes} bytes from {start} on, got {len(data)}. Fetch it again.")
-        return data
+            raise DatasetError(f"{path}: expected {num_bytes} bytes from {first} on, got {len(data)}. Fetch it again.")
+        return np.frombuffer(data, vector.kind)
 
     def _check_spots(self, vector: Vector, ids: Vector, seq_len: int) -> None:
         for i in np.unique(np.linspace(0, ids.count - 1, _SPOT_SAMPLES).astype(np.int64)).tolist():

@@ -164,7 +164,7 @@ def _samples(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
     with closing(tables.open_unpacked(path)) as file:
         archive = TarReader(file, ReadOptions(max_document_bytes=_MAX_MEMBER_BYTES))
         for key, group in itertools.groupby(archive, lambda member: member.key):
-            sample: list[Member] = []
+            sample = []
             size = 0
             for member in group:
                 sample.append(member)
@@ -192,7 +192,7 @@ def _row(key: str, members: list[Member], path: Path) -> dict[str, Any]:
             f"{path}, sample {key[:200]!r}: expected a name of a place inside a folder. Do not unpack this archive: "
             "it would write outside of where you unpack it."
         )
-    row: dict[str, Any] = {KEY: key}
+    row = {KEY: key}
     for member in members:
         if member.problem:
             problem = member.problem.replace("max_document_bytes, ", "")
@@ -246,7 +246,7 @@ class _TarPart:
         columns = {name: _values(name, column, first_row) for name, column in zip(batch.schema.names, batch.columns)}
         keys = columns.pop(KEY, None) or [f"{first_row + i:09d}" for i in range(batch.num_rows)]
         for i, key in enumerate(keys):
-            in_json: dict[str, Any] = {}
+            in_json = {}
             for name, values in columns.items():
                 member = _member(name, values[i])
                 if member is None:

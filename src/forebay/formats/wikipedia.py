@@ -15,7 +15,7 @@ from xml.parsers import expat
 
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.base import Format
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input
+from forebay.formats.inputs import Extents, InputFile, InputSplit, ReadOptions, open_input
 from forebay.formats.records import Record, values_of
 from forebay.formats.text import split_bytes
 from forebay.formats.wikitext import FILES_AND_CATEGORIES, to_text
@@ -69,7 +69,7 @@ class Wikipedia(Format):
     def sniff(self, head: bytes) -> bool:
         return b"<mediawiki" in head[:1024]
 
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+    def split(self, file: InputFile, options: ReadOptions) -> Extents:
         """A page is of the split in which it begins."""
         return split_bytes(file)
 

@@ -15,7 +15,6 @@ Cost: 0.1 s for a million uses, besides reading the ledger, and the pages that a
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,8 +92,7 @@ def batch_sizes(uses: Array, before: I64, num_sessions: int) -> I64:
     np.maximum.at(min_sizes, sessions, -(-counts // steps))
     many = steps > 1
     np.minimum.at(max_sizes, sessions[many], (counts[many] - 1) // (steps[many] - 1))
-    result: I64 = np.where(min_sizes <= max_sizes, min_sizes, 0)
-    return result
+    return np.where(min_sizes <= max_sizes, min_sizes, 0)
 
 
 def blame_step(
@@ -153,23 +151,24 @@ def _narrowed(
         stop, exact = min(stop, start + size), True
     ids, _ = replay(index.job, share.epoch, share.slice, start, stop)
     steps = (step, step) if exact else (share.first_step, share.last_step)
+    pieces = []
+    if documents is not None:
+        _check_plain(index.job)
+        length = _seq_len(index.job)
+        pieces = [
+            piece
+            for sample in (ids.tolist() if length else ())
+            for piece in documents.pieces(share.slice, sample * length, (sample + 1) * length)
+        ]
     return replace(
         share, start=start, stop=stop, exact=exact, first_step=steps[0], last_step=steps[1],
-        samples=(ids + index.job.first_ids[share.slice]).tolist(),
-        documents=_documents_of(index.job, documents, share.slice, ids.tolist()),
+        samples=(ids + index.job.first_ids[share.slice]).tolist(), documents=pieces,
     )  # fmt: skip
 
 
-def _documents_of(
-    job: Job, documents: Documents | None, slice_index: int, samples: Sequence[int]
-) -> list[DocumentRange]:
-    if documents is None:
-        return []
-    _check_plain(job)
-    is_tokens = job.body.get("layout", "tokens") == "tokens"
-    seq_len = int(job.body.get("seq_len") or 0) if is_tokens else 0
-    starts = [sample * seq_len for sample in samples if seq_len]
-    return [piece for start in starts for piece in documents.pieces(slice_index, start, start + seq_len)]
+def _seq_len(job: Job) -> int:
+    """Tokens of a sample; 0 of rows."""
+    return int(job.body.get("seq_len") or 0) if job.body.get("layout", "tokens") == "tokens" else 0
 
 
 def _check_plain(job: Job) -> None:
@@ -192,34 +191,31 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     if not 0 <= slice_index < len(job.samples) or not 0 <= start < stop:
         raise UsageError(f"who: expected a slice of {len(job.samples)} and A:B, got {slice_index} and {start}:{stop}.")
     count = int(job.samples[slice_index])
-    seq_len = int(job.body.get("seq_len") or 1) if job.body.get("layout", "tokens") == "tokens" else 1
+    seq_len = _seq_len(job) or 1
     samples = np.arange(start // seq_len, min(count, -(-stop // seq_len)), dtype=np.uint64)
     base = int(job.first_ids[slice_index])
     rows = np.flatnonzero(uses["slice"] == slice_index)
     before = steps_before(uses)
     sizes = batch_sizes(uses, before, len(index.sessions))
-    shares: list[BatchShare] = []
+    shares = []
     for epoch in np.unique(uses["epoch"][rows]).tolist():
         places = inverse(samples, count, derive_key(job.seed, "lease", epoch, slice_index)).astype(np.int64)
         order = np.argsort(places, kind="stable")
         places, ids = places[order], samples[order]
         for row in rows[uses["epoch"][rows] == epoch].tolist():
             low, high = np.searchsorted(places, [uses["start"][row], uses["stop"][row]])
-            if low < high:
-                shares += _by_step(index, row, before, sizes, places[low:high], ids[low:high].astype(np.int64) + base)
+            if low == high:
+                continue
+            (share, size), used = _part(index, row, before, sizes), ids[low:high].astype(np.int64) + base
+            if not size:  # Which of its steps is not known.
+                is_exact = share.first_step == share.last_step
+                shares.append(replace(share, exact=is_exact, samples=used.tolist()))
+                continue
+            steps = share.first_step + (places[low:high] - share.start) // size
+            for step in np.unique(steps).tolist():
+                samples_of_step = used[steps == step].tolist()
+                shares.append(replace(share, first_step=step, last_step=step, samples=samples_of_step))
     return sorted(shares, key=lambda part: (part.recorded_at, part.first_step))
-
-
-def _by_step(index: LedgerIndex, row: int, before: I64, sizes: I64, places: I64, ids: I64) -> list[BatchShare]:
-    """The samples of a use at these positions, step by step if the batch size is known."""
-    share, size = _part(index, row, before, sizes)
-    if not size:
-        return [replace(share, exact=share.first_step == share.last_step, samples=ids.tolist())]
-    steps = share.first_step + (places - share.start) // size
-    return [
-        replace(share, first_step=step, last_step=step, samples=ids[steps == step].tolist())
-        for step in np.unique(steps).tolist()
-    ]
 
 
 def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: bool = False) -> int:
@@ -317,12 +313,12 @@ def verify_steps(path: Path) -> StepsReport:
         except (OSError, StateError) as error:
             raise LedgerError(f"{path}: cannot read the coordinator's log: {error}.") from error
     end_steps: dict[int, int | None] = {}
-    first_later_step: int | None = None
+    first_later_step = None
     for generation in reversed(generations):
         end_steps[generation["number"]] = first_later_step
         start = int(generation["start_step"])
         first_later_step = start if first_later_step is None else min(first_later_step, start)
-    problems: list[str] = []
+    problems = []
     samples = missing = repeated = redone = steps = 0
     next_step = next_sample = 0
     for number, start, stop, first_sample, count in rows:

@@ -165,7 +165,7 @@ def _stats(loader: Loader[Any] | TextStream) -> Values:
 def _families(values: Values) -> Iterator[Metric]:
     """The families of values, in their order; those without a line in the table, and None, are left out."""
     families: dict[str, dict[tuple[str, ...], float]] = {}
-    names: dict[str, tuple[str, ...]] = {}
+    names = {}
     for key, value, labels in values:
         if key in _METRICS and value is not None:
             families.setdefault(key, {})[tuple(labels.values())] = float(value)

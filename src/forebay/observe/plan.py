@@ -35,6 +35,7 @@ from forebay.worker.config import SIZES
 
 _BASE_BYTES = 96 << 20  # Of a Python process with the loader imported: 76 MiB measured.
 _SLICE_BYTES = 100 + 2 * 16  # Of the table and of two epochs' order.
+_CONNECTIONS = 16
 _CONNECTION_BYTES = 256 << 10
 _BATCHES = 2  # The caller's, and the one being built.
 _TOKEN_BYTES = 8
@@ -67,7 +68,6 @@ class RunSpec:
     weights: Weights | None = None  # Of a mixture. Figures are by the first of them.
     world_size: int = 1
     ranks_per_node: int = 1
-    seed: int = 0
     epochs: int = 1
     lanes: int | None = None  # None: the loader's default.
     window: int | None = None  # In samples; as `lanes`.
@@ -76,8 +76,6 @@ class RunSpec:
     mem_bytes: int | None = None  # Of a node.
     bandwidth: float | None = None
     step_s: float | None = None  # A step of training, without waiting.
-    connections: int = 16
-    prefetch: int = 0
     whole_in_memory: bool = False  # The cache is in memory (`cache="ram"`).
     max_fetch_ratio: float = MAX_RATIO  # Limit of bytes fetched by all nodes in an epoch / the dataset's; or 0.
     swarm: bool = False  # Nodes fetch from each other: what several nodes read is fetched once.
@@ -90,8 +88,7 @@ class RunSpec:
         for number, spec in enumerate(self.datasets):
             chunk = chunk_size(int(spec.slice_bytes.max())) if spec.chunk_bytes is None else spec.chunk_bytes
             size = SampleSize.of(spec.slice_bytes, spec.slice_samples, chunk)
-            seed, batch = self.seed + number, self.global_batch
-            orders.append(Order(spec.slice_samples, seed, batch, self.lanes, self.window, size=size))
+            orders.append(Order(spec.slice_samples, number, self.global_batch, self.lanes, self.window, size=size))
         return Run(orders, BatchSizes.of(self.global_batch), weights=self.weights)
 
     def footprints(self, run: Run) -> list[Footprint]:
@@ -228,7 +225,7 @@ def _figures(job: RunSpec) -> RunPlan:
         for part, share in zip(parts, cache_shares(parts, cache))
     ]
     per_epoch, ratios = int(np.dot(passes, fetched)), fetch_ratios(parts, cache)
-    settings = CacheSettings("", cache, job.connections, None, False)
+    settings = CacheSettings("", cache, _CONNECTIONS, None, False)
     read_bytes = np.array(passes) * [part.num_bytes for part in parts]
     demand = np.minimum(first_demand(run, job.ranks_per_node, job.world_size), total_bytes)
     samples_of_rank = _samples_of_rank(
@@ -272,12 +269,12 @@ def _figures(job: RunSpec) -> RunPlan:
 def _memory_bytes(job: RunSpec) -> tuple[int, int]:
     """Memory of a rank's process without batches, and of one sample in all batches that exist at once."""
     num_slices = sum(len(spec.slice_bytes) for spec in job.datasets)
-    fixed = _BASE_BYTES + _SLICE_BYTES * num_slices + _CONNECTION_BYTES * job.connections
+    fixed = _BASE_BYTES + _SLICE_BYTES * num_slices + _CONNECTION_BYTES * _CONNECTIONS
     if job.seq_len is not None:
         sample = (job.seq_len + 1) * _TOKEN_BYTES
     else:
         sample = max(-(-int(spec.slice_bytes.sum()) // int(spec.slice_samples.sum())) for spec in job.datasets)
-    return fixed, sample * (_BATCHES + job.prefetch)
+    return fixed, sample * _BATCHES
 
 
 def _samples_of_rank(job: RunSpec, num_samples: int) -> tuple[int, int]:
@@ -295,7 +292,7 @@ def format_plan(plan: RunPlan) -> str:
     job, disk = plan.job, plan.disk
     num_nodes, total, memory = plan.parts[0].num_nodes, *map(format_bytes, (plan.total_bytes, plan.memory_bytes))
     node = "node" if num_nodes == 1 else f"each of {num_nodes} nodes"
-    rows: list[tuple[str, str]] = []
+    rows = []
     for of, part in zip(plan.datasets(), plan.parts):
         text = f"{of['slices']:,} slices, {format_bytes(of['bytes'])}, {of['samples']:,} samples"
         if job.weights is not None:

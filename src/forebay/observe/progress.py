@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from forebay.closing import Closing
 from forebay.units import format_seconds
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def bar(label: str, total: int | None, unit: str = "B", *, enabled: bool = True)
         yield shown.update
 
 
-class PrepareBar:
+class PrepareBar(Closing):
     """A bar for each stage of `prepare`, created at the stage's first report, with the rates that a report has."""
 
     def __init__(self, *, enabled: bool = True) -> None:
@@ -31,10 +32,7 @@ class PrepareBar:
         self._bar: Any = None
         self._stage = ""
 
-    def __enter__(self) -> "PrepareBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
         self._bar = None
@@ -42,7 +40,7 @@ class PrepareBar:
     def update(self, progress: "Progress") -> None:
         """Show how far a stage is."""
         if self._bar is None or progress.stage != self._stage:
-            self.__exit__()
+            self.close()
             self._stage = progress.stage
             self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled, rates=False)
         self._bar.total = progress.total

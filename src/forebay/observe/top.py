@@ -146,7 +146,7 @@ def _coverage(coverage: Row, width: int) -> Iterator[Text]:
 def _table(name: str, rows: Sequence[Row], columns: Mapping[str, str], max_rows: int, width: int) -> Table:
     shown = rows[:max_rows]
     title = f"{name} ({len(rows):,}, the first {max_rows})" if len(rows) > max_rows else f"{name} ({len(rows):,})"
-    cells: dict[str, list[Text]] = {}
+    cells = {}
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
     free = width
     for key, unit in columns.items():

@@ -52,7 +52,9 @@ def simulate(settings: Scenario, on_progress: Callable[[int], object] = lambda n
     counts = {**world.counts(), "events": world.clock.num_events}
     time_s = world.clock.now if world.ended_at is None else world.ended_at
     usage = world.record.check()
-    return SimulationResult(settings, usage, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
+    return SimulationResult(
+        settings, usage, time_s, bound, world.net.links.sent[world.net.origin.link], counts, world.fault(ended)
+    )
 
 
 @dataclass(eq=False)

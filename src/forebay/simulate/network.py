@@ -16,6 +16,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from forebay.network.peer import Provider
 from forebay.simulate.scenario import Faults, Machine, Scenario
 from forebay.storage.retry import backoff_s
 
+Action: TypeAlias = Callable[[], object]
 STALL_S = 5.0
 _ROUNDS = 4  # how often all providers of a fetch are tried
 _DONE_BYTES = 1e-3  # of a transfer that has ended, by rounding
@@ -38,14 +40,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        self._queue: list[tuple[float, int, Callable[[], object]]] = []
+        self._queue: list[tuple[float, int, Action]] = []
         self._tie = itertools.count()
 
-    def call_at(self, time: float, act: Callable[[], object]) -> None:
+    def call_at(self, time: float, act: Action) -> None:
         """Call `act` at a time; if that has passed, now, after the events that are due."""
         heapq.heappush(self._queue, (max(time, self.now), next(self._tie), act))
 
-    def call_later(self, seconds: float, act: Callable[[], object]) -> None:
+    def call_later(self, seconds: float, act: Action) -> None:
         """Call `act` after some seconds."""
         self.call_at(self.now + seconds, act)
 
@@ -97,7 +99,7 @@ class Flow:
     source: int
     target: int
     num_bytes: float
-    done: Callable[[], object]
+    done: Action
     row: int = -1
 
 
@@ -125,7 +127,7 @@ class Links:
         self._caps = (np.array(self._up), np.array(self._down))
         return len(self._up) - 1
 
-    def start(self, source: int, target: int, num_bytes: float, done: Callable[[], object]) -> Flow:
+    def start(self, source: int, target: int, num_bytes: float, done: Action) -> Flow:
         """Start a transfer; `done` is called when its last byte has arrived."""
         flow = Flow(source, target, float(num_bytes), done)
         self._move_bytes()
@@ -252,10 +254,6 @@ class SimNetwork:
     def chance(self, purpose: str) -> random.Random:
         """A random generator for a purpose."""
         return random.Random(f"{self.settings.seed} {purpose}")
-
-    def origin_bytes(self) -> float:
-        """Bytes that the origin has sent, in ended transfers."""
-        return self.links.sent[self.origin.link]
 
 
 @dataclass(eq=False)

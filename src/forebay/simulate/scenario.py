@@ -150,7 +150,7 @@ def lease_bound(scenario: Scenario, machines: Sequence[Machine]) -> dict[str, fl
     slice came through its own link, the k-th machine once k slices were sent. The last sample cannot be used before the
     origin has sent every slice once. Lost work and waits for leases to expire are not included.
     """
-    changes: list[tuple[float, float]] = []
+    changes = []
     for machine in machines:
         starts_at = machine.joins_at + 4 * machine.latency_s + scenario.slice_bytes / machine.down
         if starts_at < machine.dies_at:
@@ -225,7 +225,7 @@ class UsageRecord:
     def check(self) -> UsageCheck:
         """Compare the ranges with the samples of the dataset."""
         missing = repeated = 0
-        examples: list[str] = []
+        examples = []
         bases = np.concatenate(([0], np.cumsum(self.samples)))
         for epoch in range(self.epochs):
             acknowledged = self._counts(self.acknowledged, epoch)

@@ -231,7 +231,7 @@ def read_range(
 
     A chunk is valid until the next is requested. `what`: in the log. Errors as of Origin.read.
     """
-    body: Iterator[memoryview] | None = None
+    body = None
 
     def next_chunk() -> memoryview:
         nonlocal body
@@ -275,7 +275,7 @@ def head_object(
     return Patience(timeout_s=timeout_s).ask(lambda: origin.head(name), f"{name} from {origin.url}", stop)
 
 
-def download(body: Callable[[int], Iterator[memoryview]], size: int, path: Path, *, resumes: bool = True) -> int:
+def download(body: Callable[[int], Iterator[memoryview]], size: int, path: Path, *, resumes: bool) -> int:
     """Append to a file what it lacks of `size` bytes, from `body(start)`; return `start`, 0 if a longer one is dropped.
 
     What was received is in the file after an error, too.
@@ -332,8 +332,7 @@ class PathOrigin(ObjectOrigin):
 
 def origin_of(dataset: Dataset) -> Origin:
     """Return the origin of a dataset's files: its directory, if it is local."""
-    origin: Origin = getattr(dataset, "origin", None) or PathOrigin(dataset.path.absolute())
-    return origin
+    return getattr(dataset, "origin", None) or PathOrigin(dataset.path.absolute())
 
 
 def _path_error(error: OSError) -> ForebayError:

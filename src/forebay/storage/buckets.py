@@ -110,7 +110,7 @@ class BucketOrigin(ObjectOrigin):
 
         Objects without bytes that stand for a folder are left out: `name/`, or `name` where others are below it.
         """
-        entries: Listing = []
+        entries = []
         if name and not name.endswith("/"):
             try:
                 entries = [(name, self.head(name))]
@@ -213,7 +213,7 @@ class BucketOrigin(ObjectOrigin):
         return WebOrigin(url, timeouts=self._timeouts, is_file=True)
 
     def _list_signed(self, prefix: str) -> Listing:
-        entries: Listing = []
+        entries = []
         token = ""
         while True:
             query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix} | (

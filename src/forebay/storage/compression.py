@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import pyarrow as pa
 import zstandard
@@ -54,6 +54,7 @@ _BLOCK_RATIO = 200
 _LARGE_BYTES = 16 << 20
 _SNAPPY, _PLAIN, _SKIPPABLE = 0, 1, 0x80  # Types of chunks.
 _large = threading.Lock()
+_T = TypeVar("_T")
 _ERRORS = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError, ValueError)
 
 
@@ -90,28 +91,24 @@ class ChunkStream(io.BufferedReader):
         """The damage that ended the stream."""
         return self._chunks.error
 
-    def _checked(self, data: Any, size: int | None) -> Any:
+    def _checked(self, data: _T, size: int | None) -> _T:
         if not data and size != 0 and (error := self._chunks.error) is not None:
             # A copy each time: the traceback would keep pyarrow's readers alive.
             raise type(error)(*error.args)
         return data
 
     def read(self, size: int | None = -1, /) -> bytes:
-        data: bytes = self._checked(super().read(size), size)
-        return data
+        return self._checked(super().read(size), size)
 
     def read1(self, size: int = -1, /) -> bytes:
-        data: bytes = self._checked(super().read1(size), size)
-        return data
+        return self._checked(super().read1(size), size)
 
     def readline(self, size: int | None = -1, /) -> bytes:
         """As of any stream; a line that the damage cuts comes without its newline."""
-        data: bytes = self._checked(super().readline(size), size)
-        return data
+        return self._checked(super().readline(size), size)
 
     def readinto(self, buffer: Any, /) -> int:
-        read: int = self._checked(super().readinto(buffer), len(buffer))
-        return read
+        return self._checked(super().readinto(buffer), len(buffer))
 
 
 class _Chunks(io.RawIOBase):
@@ -169,24 +166,23 @@ def unpack_stream(
     A read raises CorruptInputError where the stream is damaged or ends early, or once more than 256 MiB and
     `max_ratio` times its packed bytes were unpacked.
     """
-    chunks = _unpacked(CountedReader(packed), compression, max_ratio, max_window_bytes)
-    return ChunkStream(chunks, packed.close)
 
+    def unpacked() -> Iterator[bytes]:
+        size, counted = 0, CountedReader(packed)
+        try:
+            for data in unpack_members(counted, compression, max_window_bytes):
+                yield data
+                size += len(data)
+                if size > max(MIN_UNPACKED_BYTES, max_ratio * counted.count):
+                    raise ValueError(
+                        f"{counted.count} bytes grew to more than {max_ratio} times as many: a bomb, or text "
+                        "without content. Raise max_unpacked_ratio if you trust it"
+                    )
+        except _ERRORS as error:
+            reason = str(error).rstrip(".")
+            raise CorruptInputError(f"damaged {compression} after {size} unpacked bytes: {reason}.") from error
 
-def _unpacked(packed: CountedReader, compression: str, max_ratio: int, max_window_bytes: int) -> Iterator[bytes]:
-    size = 0
-    try:
-        for data in unpack_members(packed, compression, max_window_bytes):
-            yield data
-            size += len(data)
-            if size > max(MIN_UNPACKED_BYTES, max_ratio * packed.count):
-                raise ValueError(
-                    f"{packed.count} bytes grew to more than {max_ratio} times as many: a bomb, or text "
-                    "without content. Raise max_unpacked_ratio if you trust it"
-                )
-    except _ERRORS as error:
-        reason = str(error).rstrip(".")
-        raise CorruptInputError(f"damaged {compression} after {size} unpacked bytes: {reason}.") from error
+    return ChunkStream(unpacked(), packed.close)
 
 
 def unpack_members(packed: CountedReader, compression: str, max_window_bytes: int, step: int = 0) -> Iterator[bytes]:
@@ -295,8 +291,7 @@ def bounded_unpack(data: bytes | memoryview, compression: str, size: int, locati
         match compression:
             case "zstd":
                 unpacker = zstandard.ZstdDecompressor(max_window_size=_BLOCK_FLOOR)
-                raw: bytes = unpacker.stream_reader(data, read_across_frames=True).read(size)
-                return raw
+                return unpacker.stream_reader(data, read_across_frames=True).read(size)
             case "gz":
                 return gzip.GzipFile(fileobj=io.BytesIO(data)).read(size)
             case "bz2":

@@ -235,7 +235,7 @@ def exchange(
     Raises TruncatedHeadError if the server closed within the head, one of FAULTS if the connection fails or the
     response is not HTTP.
     """
-    sock: Any = connection.sock
+    sock = connection.sock
     if not isinstance(sock, _BoundedSocket):
         raise ProtocolError("proxy: expected one at http://, got one at https://")
     connection.was_used = True
@@ -284,7 +284,7 @@ class ConnectionPool:
         """Keep a connection whose last response was read completely, or close it if the pool is full."""
         now = connection.idle_since = time.monotonic()
         with self._lock:
-            closing: list[Connection] = []
+            closing = []
             if now - self._swept_at > self._keep_s:
                 self._swept_at = now
                 for old in [

@@ -110,7 +110,20 @@ class WebOrigin(ObjectOrigin):
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         with self._open(name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
             check_etag(f"{self.url}/{name}", etag, _version(answer))
-            skip = self._check_range(name, answer, start, stop)
+            what, skip = f"{self.url}/{name}", 0  # `skip`: bytes before `start`, of a server that ignores ranges.
+            header = answer.headers.get("Content-Range")  # rclone's server sends it with status 200.
+            match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", header or "")
+            first, last = (int(match[1]), int(match[2])) if match else (-1, -1)
+            if answer.status == 200 and (first, last) != (start, stop - 1):
+                if answer.length is not None and answer.length < stop:
+                    raise PermanentError(
+                        f"{what} has {answer.length} bytes, fewer than the {stop} of the dataset's table"
+                    )
+                skip = start
+            elif first != start:
+                raise ProtocolError(f"{what}: expected bytes [{start}, {stop}), got Content-Range {header!r}")
+            elif last != stop - 1:
+                raise PermanentError(f"{what} ends at byte {last + 1}, before {stop}")
             for _ in self._body(name, answer, skip):
                 pass
             yield from self._body(name, answer, stop - start)
@@ -273,21 +286,6 @@ class WebOrigin(ObjectOrigin):
     def _context(self) -> ssl.SSLContext:
         return bounded_context(ssl.create_default_context())
 
-    def _check_range(self, name: str, answer: StreamedResponse, start: int, stop: int) -> int:
-        """Return how many bytes of the body come before `start`: 0, unless the server ignores ranges."""
-        what = f"{self.url}/{name}"
-        header = answer.headers.get("Content-Range")  # rclone's server sends it with status 200.
-        match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", header or "")
-        if answer.status == 200 and not (match and int(match[1]) == start and int(match[2]) == stop - 1):
-            if answer.length is not None and answer.length < stop:
-                raise PermanentError(f"{what} has {answer.length} bytes, fewer than the {stop} of the dataset's table")
-            return start
-        if match is None or int(match[1]) != start:
-            raise ProtocolError(f"{what}: expected bytes [{start}, {stop}), got Content-Range {header!r}")
-        if int(match[2]) != stop - 1:
-            raise PermanentError(f"{what} ends at byte {int(match[2]) + 1}, before {stop}")
-        return 0
-
 
 def _version(answer: StreamedResponse) -> str:
     return printable(answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
@@ -331,7 +329,7 @@ def retry_delay_s(headers: Mapping[str, str]) -> float:
     return min(3600.0, max(0.0, wait_s - now) if wait_s > 1e9 else wait_s)
 
 
-def check_redirect(origin: str, target: str, *, https_only: bool = False) -> None:
+def check_redirect(origin: str, target: str, *, https_only: bool) -> None:
     """Refuse a redirect to other schemes than http and https (`https_only`: than https), and from a public address to
     one of this machine, its networks or a cloud's metadata. Raises PermanentError."""
     source, destination = urlsplit(origin), urlsplit(target)

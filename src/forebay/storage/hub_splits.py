@@ -9,6 +9,7 @@ import re
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -50,15 +51,20 @@ class HubName(NamedTuple):
         return self.name.startswith(("/", "."))
 
 
+@dataclass(eq=False)
 class HubSplit:
     """The files of one split at one commit, listed as they are requested, by path within each page of the hub's
     listing. `url` names them for good, with configuration and commit."""
 
-    def __init__(self, repo: HubRepo, config: str, split: str, files: Iterator[HubFile]) -> None:
-        self.repo, self.config, self.split = repo, config, split
-        self.url = f"{PREFIX}{repo.name}{'/' if config else ''}{config}:{split}@{repo.commit}"
-        self._listed: list[HubFile] = []
-        self._unlisted = files
+    repo: HubRepo
+    config: str
+    split: str
+    _unlisted: Iterator[HubFile]
+    _listed: list[HubFile] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"{PREFIX}{self.repo.name}{'/' if self.config else ''}{self.config}:{self.split}@{self.repo.commit}"
 
     def file(self, index: int) -> HubFile | None:
         """The file of that number, None after the last."""

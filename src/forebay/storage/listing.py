@@ -101,10 +101,12 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str] | Skipped]:
     except OSError as error:
         yield Skipped(f"{folder.rstrip('/')}/", f"cannot be read: {error.strerror or error}", "failed", -1)
         return
-    if _is_output(Path(folder), {entry.name for entry in entries}):
+    path, names = Path(folder), {entry.name for entry in entries}
+    is_run = ".progress.json" in names or (".work" in names and (path / ".work/run.json").exists())
+    if {"manifest.json", "slices.parquet"} <= names or (is_run and "text.json" not in names):
         yield Skipped(folder, OUTPUT)
         return
-    side = _side_files(Path(folder), {entry.name for entry in entries})
+    side = _side_files(path, names)
     for entry in entries:
         yield Skipped(entry.path, "describes a dataset that lies beside it") if entry.name in side else entry
 
@@ -118,15 +120,9 @@ def is_saved_dataset(folder: Path) -> bool:
         return b'"_data_files"' in file.read(_MAX_STATE_BYTES)
 
 
-def _is_output(folder: Path, names: set[str]) -> bool:
-    """Return whether a folder is a dataset of Forebay, a report, or an unfinished run, but none of prepared text."""
-    is_run = ".progress.json" in names or (".work" in names and (folder / ".work/run.json").exists())
-    return {"manifest.json", "slices.parquet"} <= names or (is_run and "text.json" not in names)
-
-
 def _side_files(folder: Path, names: set[str]) -> set[str]:
     """Files that describe what lies beside them: a dataset saved by `datasets`, prepared text, a fetched API."""
-    side: set[str] = set()
+    side = set()
     if "state.json" in names and is_saved_dataset(folder):
         side |= {"state.json", "dataset_info.json"}
     if "dataset_dict.json" in names and any(is_saved_dataset(folder / name) for name in names):

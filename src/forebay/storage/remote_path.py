@@ -13,7 +13,7 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import PosixPath, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from forebay.errors import DatasetError, PrintableUrl, UsageError
 from forebay.storage.addresses import fixed_folder, glob_matcher, is_hidden, location
@@ -49,8 +49,7 @@ class RemotePath(PosixPath):
 
         if not self.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        stream: BinaryIO = open_url(self.url, self.num_bytes, self.version, self.extent, is_random=True)
-        return stream
+        return open_url(self.url, self.num_bytes, self.version, self.extent, is_random=True)
 
     @property
     def extent(self) -> tuple[int, int]:

@@ -76,6 +76,7 @@ def hub_records(split: HubSplit | HubCopy, options: ReadOptions) -> FileRecords:
     return FileRecords(split.url, options, runs)
 
 
+@dataclass(eq=False)
 class ObjectRecords:
     """The records of a dataset object; `kind` says how it continues: `index`, `own` (its state) or `replay`.
 
@@ -86,17 +87,16 @@ class ObjectRecords:
         size: Of an index.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        options: ReadOptions,
-        rows: Callable[[Any, int, int], Iterator[Any]],
-        kind: str,
-        size: int = 0,
-    ) -> None:
-        self.dataset, self.options, self.rows, self.kind, self.size = dataset, options, rows, kind, size
-        self._start = copy.deepcopy(dataset.state_dict()) if kind == "own" else {}
-        shards = size if kind == "index" else getattr(dataset, "num_shards", None)
+    dataset: Any
+    options: ReadOptions
+    rows: Callable[[Any, int, int], Iterator[Any]]
+    kind: str
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        dataset = self.dataset
+        self._start = copy.deepcopy(dataset.state_dict()) if self.kind == "own" else {}
+        shards = self.size if self.kind == "index" else getattr(dataset, "num_shards", None)
         name = f"{type(dataset).__module__}.{type(dataset).__name__}"
         self.identity = f"{name}:{shards if isinstance(shards, int) else '?'}"
 

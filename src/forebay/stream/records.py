@@ -130,6 +130,7 @@ def is_divisible(file: InputFile) -> bool:
     return bool(file.format) and not (file.compression or file.encoding) and text_format(file.format).is_divisible
 
 
+@dataclass(eq=False)
 class FileRecords:
     """The records of files, which come in runs: lists, each shuffled and shared by itself.
 
@@ -138,12 +139,13 @@ class FileRecords:
         runs: The runs of an epoch, which may be listed as they are read; of about so many files.
     """
 
-    def __init__(self, identity: str, options: ReadOptions, runs: Callable[[int], Iterable[list[InputFile]]]) -> None:
-        self.identity, self._options, self._runs = identity, options, runs
+    identity: str
+    options: ReadOptions
+    runs: Callable[[int], Iterable[list[InputFile]]]
 
     def max_lanes(self) -> int:
         """Return the max_part lanes of which each reads a part of its own, of about the same size; at least 1."""
-        files, options = next(iter(self._runs(RUN_FILES)), []), self._options
+        files, options = next(iter(self.runs(RUN_FILES)), []), self.options
         for lanes in sorted({*LANES, min(LANES[0], len(files))}, reverse=True) if files else ():
             shares = [share_files(files, Share(lane, lanes)) for lane in range(lanes)]
             loads = [sum(part.bytes for part in parts) for parts in shares]
@@ -162,7 +164,7 @@ class FileRecords:
         """Open a share of an epoch's records from a position, or its beginning; a key fixes the order of the files."""
         parts, lanes = list[FilePart](), share.lanes
         # In the order of the files the first one is enough to begin.
-        runs = iter(self._runs(RUN_FILES if key or lanes > 1 else 1))
+        runs = iter(self.runs(RUN_FILES if key or lanes > 1 else 1))
 
         def part_at(index: int) -> FilePart | None:
             while index >= len(parts) and (run := next(runs, None)) is not None:
@@ -178,7 +180,7 @@ class FileRecords:
                 parts.extend(shared)
             return parts[index] if index < len(parts) else None
 
-        return FileReading(part_at, self._options, check_position(position))
+        return FileReading(part_at, self.options, check_position(position))
 
 
 def find_records(inputs: Sequence[str | Path], options: ReadOptions) -> FileRecords:

@@ -147,7 +147,6 @@ def _pack(data: bytes) -> str:
 
 def _unpack(packed: Any) -> bytes:
     try:
-        data: bytes = zstandard.ZstdDecompressor().decompress(base64.b64decode(packed, validate=True))
-        return data
+        return zstandard.ZstdDecompressor().decompress(base64.b64decode(packed, validate=True))
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error

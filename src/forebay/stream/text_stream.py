@@ -27,9 +27,8 @@ from forebay.load.stats import Spent
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_splits import PREFIX
-from forebay.stream.documents import Malformed, TextEncoder
 from forebay.stream.hub import HUB, Records, records_of
-from forebay.stream.lane import Lane, StreamOptions
+from forebay.stream.lane import Lane, Malformed, StreamOptions, TextEncoder
 from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.arrays import I64, U64
+from forebay.arrays import I64
 from forebay.errors import StateError
 from forebay.load.arguments import rank_of_world
 from forebay.load.batch import NumpyTokens, TokenBatch
@@ -131,10 +131,9 @@ class Batches:
 def dummy_samples(sample_ids: I64, *, seed: int, seq_len: int, vocab_size: int) -> I64:
     """The tokens of samples, int64 [B, seq_len + 1], each uniform in [0, vocab_size); vocab_size below 2**32."""
     offsets = np.arange(seq_len + 1, dtype=np.uint64)
-    counters: U64 = sample_ids.astype(np.uint64)[:, None] * np.uint64(seq_len + 1) + offsets
+    counters = sample_ids.astype(np.uint64)[:, None] * np.uint64(seq_len + 1) + offsets
     words = random_words(derive_key(seed, "dummy", seq_len), counters) >> np.uint64(32)
-    tokens: I64 = (words * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
-    return tokens
+    return (words * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
 
 
 class DummyDataset(Batches):

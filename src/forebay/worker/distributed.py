@@ -76,7 +76,7 @@ class DistributedRun:
             try:
                 training.apply_config(merge_settings(training.config, membership.agree()))
                 training.start()  # the model is made before others wait for this worker
-                generation: Generation = membership.join()
+                generation = membership.join()
                 training.start()
                 while training.step < training.config.num_steps and not training.stop.is_set():
                     generation = self._step(generation)

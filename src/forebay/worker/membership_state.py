@@ -189,9 +189,7 @@ class MembershipState:
                 self.on_note(noted := text)
             wait_s = WAIT_S
 
-    def crossing(
-        self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True
-    ) -> Operation[Generation]:
+    def crossing(self, step: int, *, stop: bool | None, broken: bool, holds: bool) -> Operation[Generation]:
         generation, self.step = self.generation, step
         if holds:
             self._weights = (step, generation.first_sample(step, int(self.config.get("batch_size") or 1)))
@@ -223,7 +221,7 @@ class MembershipState:
             number = self._generation.number
             body = {**self._me(), "generation": number, "step": self.step}
             body |= {"changing": self._changing, "broken": self._broken, "wait_s": wait_s}
-            answer: Mapping[str, Any] = {}
+            answer = {}
             try:
                 answer = yield Request("/v1/members/heartbeat", body, wait_s)
                 pause_s = 0.1
@@ -241,7 +239,7 @@ class MembershipState:
                 yield Pause(pause_s)
                 pause_s = min(RETRY_S, 2 * pause_s) if not answer else 0.1
 
-    def leaving(self, *, finished: bool = False) -> Operation[None]:
+    def leaving(self, *, finished: bool) -> Operation[None]:
         """Leave; raises if the coordinator is unreachable."""
         number = self._generation.number if self._generation is not None else 0
         body = {**self._me(), "generation": number, "step": self.step, "finished": finished}

@@ -60,7 +60,7 @@ class TrainingReport:
 
 def open_data(config: WorkerConfig) -> Batches:
     """The dataset of a configuration for a single rank; `join_world` makes it another rank's share."""
-    common: dict[str, Any] = {
+    common = {
         "num_batches": config.num_steps, "batch_size": config.batch_size, "seq_len": config.resolved_seq_len(),
         "seed": config.seed,
     }  # fmt: skip

@@ -15,8 +15,8 @@ from forebay.errors import DatasetError, PrepareError, StateError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.order.bijection import derive_key
 from forebay.stream import TextStream
-from forebay.stream.documents import ShuffleBuffer
 from forebay.stream.hub import records_of
+from forebay.stream.lane import ShuffleBuffer
 from forebay.stream.records import Share
 from forebay.stream.state import LaneState
 from support import streams
