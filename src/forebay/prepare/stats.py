@@ -8,8 +8,8 @@ import heapq
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from inspect import unwrap
 from typing import Any
 
@@ -17,11 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict, TypeAdapter
 
 from forebay.arrays import BOOL, I64, U64
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import StageResult, text_buffers
-from forebay.prepare.thresholds import ThresholdTable, count_bins
+from forebay.prepare.thresholds import Name, ThresholdStats, ThresholdTable, count_bins
 
 SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
 SAMPLE_CHARACTERS = 600
@@ -215,33 +216,35 @@ class StageStats:
         """Documents dropped by all stages, by reason."""
         return dict(sorted(sum((count.dropped for count in self.funnel.values()), Counter[str]()).items()))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> bytes:
         """For a task's result; `from_json` reads it."""
-        return {
-            "funnel": {name: vars(count) for name, count in self.funnel.items()},
-            "histograms": {n: {s: sorted(c.items()) for s, c in sides.items()} for n, sides in self.histograms.items()},
-            "languages": self.languages,
-            "subsets": self.subsets,
-            "samples": [[*key, [asdict(s) for s in samples]] for key, samples in self.samples.items()],
-            "measured": self.measured.to_json(),
-            "usage": vars(self.usage),
-        }
+        samples, measured = list(self.samples.items()), list(self.measured.entries.items())
+        values = (self.funnel, self.histograms, self.languages, self.subsets, samples, measured, self.usage)
+        return _STATS.dump_json(values)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "StageStats":
+    def from_json(cls, data: bytes) -> "StageStats":
         stats = cls()
-        for name, count in data["funnel"].items():
-            counters = {key: Counter(count[key]) for key in ("dropped", "changed")}
-            stats.funnel[name] = StageCount(**{**count, **counters})
-        stats.histograms = {
-            n: {s: Counter(dict(c)) for s, c in sides.items()} for n, sides in data["histograms"].items()
-        }
-        for name, counts in (("languages", stats.languages), ("subsets", stats.subsets)):
-            counts.update({value: Counter(sides) for value, sides in data[name].items()})
-        stats.samples = {(stage, reason): [Sample(**s) for s in rows] for stage, reason, rows in data["samples"]}
-        stats.measured = ThresholdTable.from_json(data["measured"])
-        stats.usage = Usage(**data["usage"])
+        *counts, samples, measured, stats.usage = _STATS.validate_json(data)
+        stats.funnel, stats.histograms, stats.languages, stats.subsets = counts
+        stats.samples, stats.measured = dict(samples), ThresholdTable(measured)
         return stats
+
+
+_Counts = defaultdict[str, Counter[str]]
+_STATS: TypeAdapter[Any] = TypeAdapter(
+    tuple[
+        dict[str, StageCount],
+        dict[str, dict[str, Counter[int]]],
+        _Counts,
+        _Counts,
+        list[tuple[tuple[str, str], list[Sample]]],
+        list[tuple[Name, ThresholdStats]],
+        Usage,
+    ],
+    config=ConfigDict(ser_json_inf_nan="constants"),
+)
+"""The statistics of a task: those of a `StageStats`, without what has a file of its own."""
 
 
 def text_bytes(batch: pa.RecordBatch) -> I64:

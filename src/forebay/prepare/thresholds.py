@@ -7,8 +7,8 @@ few bars are drawn.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,8 +74,8 @@ def neighbours(limit: float) -> list[float]:
 class ThresholdTable:
     """The statistics of each threshold of a recipe."""
 
-    def __init__(self) -> None:
-        self._entries: dict[Name, ThresholdStats] = {}
+    def __init__(self, entries: Iterable[tuple[Name, ThresholdStats]] = ()) -> None:
+        self.entries = dict(entries)
 
     def add_measure(
         self,
@@ -106,33 +106,16 @@ class ThresholdTable:
                 self._add((*rule, kind, limit), stats)
 
     def add(self, other: "ThresholdTable") -> None:
-        for name, stats in other._entries.items():
+        for name, stats in other.entries.items():
             self._add(name, stats)
 
     def _add(self, name: Name, stats: ThresholdStats) -> None:
-        self._entries.setdefault(name, ThresholdStats([0] * len(stats.failing))).add(stats)
-        if len(self._entries) > _MAX_THRESHOLDS:
+        self.entries.setdefault(name, ThresholdStats([0] * len(stats.failing))).add(stats)
+        if len(self.entries) > _MAX_THRESHOLDS:
             raise PrepareError(
                 f"stage {name[0]}: expected at most {_MAX_THRESHOLDS} thresholds, got more ({name[2]}). Measure what "
                 "is compared with one number."
             )
-
-    def to_json(self) -> list[Any]:
-        """For a task's result; `from_json` reads it."""
-        return [
-            [name, s.failing, {side: sorted(bins.items()) for side, bins in s.bins.items()},
-             {side: [astuple(example) for example in examples] for side, examples in s.nearest.items()}, s.is_whole]
-            for name, s in self._entries.items()
-        ]  # fmt: skip
-
-    @classmethod
-    def from_json(cls, data: Sequence[Any]) -> "ThresholdTable":
-        table = cls()
-        for (stage, number, reason, kind, limit), failing, bins, nearest, is_whole in data:
-            counters = {side: Counter(dict(items)) for side, items in bins.items()}
-            examples = {side: [Example(*example) for example in rows] for side, rows in nearest.items()}
-            table._entries[stage, number, reason, kind, limit] = ThresholdStats(failing, counters, examples, is_whole)
-        return table
 
     def report(self, stages: Sequence[str]) -> list[dict[str, Any]]:
         """What the report has of each, in the order of the stages; not of a minimum of 0 that drops none.
@@ -140,8 +123,8 @@ class ThresholdTable:
         A document counts as dropped where its number fails the rule.
         """
         entries = []
-        for name in sorted(self._entries, key=lambda name: (stages.index(name[0]), *name[1:])):
-            (stage, _, reason, kind, limit), stats = name, self._entries[name]
+        for name in sorted(self.entries, key=lambda name: (stages.index(name[0]), *name[1:])):
+            (stage, _, reason, kind, limit), stats = name, self.entries[name]
             dropped = stats.bins["dropped"].total()
             documents = stats.bins["kept"].total() + dropped
             if kind == "low" and limit == 0 and not dropped:

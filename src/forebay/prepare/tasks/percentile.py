@@ -29,7 +29,7 @@ from forebay.prepare.tasks.text import TextResult, open_documents, with_stats
 from forebay.prepare.thresholds import float_keys, float_of
 from forebay.storage.store import Store
 
-SEGMENT_VERSION = 3
+SEGMENT_VERSION = 4
 _MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.
 _BITS = 16
 

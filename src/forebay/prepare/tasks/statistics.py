@@ -3,7 +3,6 @@
 Each leaves an object of statistics. They are added in groups, so that no process reads those of all tasks.
 """
 
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from forebay.storage.store import Store
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Flags
 
-_VERSION = 1  # Changed when the same split would have other statistics.
+_VERSION = 2  # Changed when the same split would have other statistics.
 _GROUP = 256  # Tasks whose statistics are added by one.
 COLUMNS = ("place", "id", "where", "text_bytes", "language", "subset")
 Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
@@ -105,12 +104,12 @@ def stats_name(task: "ExamineTask | _AddTask") -> str:
 
 def write_stats(store: Store, name: str, stats: StageStats) -> None:
     """Write statistics to an object."""
-    store.write(name, zlib.compress(json.dumps(stats.to_json()).encode(), 1))
+    store.write(name, zlib.compress(stats.to_json(), 1))
 
 
 def read_stats(store: Store, name: str) -> StageStats:
     """The statistics of an object."""
-    return StageStats.from_json(json.loads(zlib.decompress(store.read(name))))
+    return StageStats.from_json(zlib.decompress(store.read(name)))
 
 
 @dataclass(frozen=True)

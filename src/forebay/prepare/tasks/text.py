@@ -47,7 +47,7 @@ from forebay.storage.store import Store
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
-TEXT_VERSION = 5  # Changed when the same split would give other documents or statistics: old results are not used.
+TEXT_VERSION = 6  # Changed when the same split would give other documents or statistics: old results are not used.
 _imported: list[bool] = []  # Whether this process has read a document before.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
