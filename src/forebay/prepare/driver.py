@@ -30,9 +30,8 @@ from forebay.prepare.extend import open_parent, sign_parent
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
-from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
-from forebay.prepare.outputs.megatron import MegatronOutput
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
+from forebay.prepare.outputs.tokens import DatasetOutput, MegatronOutput, ReportOutput
 from forebay.prepare.progress import Progress, ProgressRecord
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError, disk_errors, reserve

@@ -11,11 +11,10 @@ from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Code, Positive, Settings, Share, plain
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
-from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations, Template
-from forebay.prepare.tokenize.fim import FillInTheMiddle
+from forebay.prepare.tokenize.renderings import TEMPLATES, Conversations, FillInTheMiddle, Template
 
 STAGES = {
-    "extract": "forebay.prepare.extract.stage:Extract",
+    "extract": "forebay.prepare.extract.extractors:Extract",
     "unicode": "forebay.prepare.clean.unicode:Unicode",
     "pii": "forebay.prepare.clean.pii:Pii",
     "toxic": "forebay.prepare.clean.toxic:Toxic",

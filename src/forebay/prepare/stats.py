@@ -34,7 +34,7 @@ Keys = U64
 Position = Callable[[int], str]  # Describes where the document of a row is.
 _LABELS = {
     "lineage": "hash", "tasks.percentile": "percentiles", "tasks.encode": "tokenize", "tasks.slicing": "slice",
-    "outputs.text": "write", "outputs.megatron": "write",
+    "outputs.text": "write", "outputs.tokens": "write",
 }  # fmt: skip
 _DETAILED = ("process_split", "process_segment")  # Count the seconds of their stages themselves.
 

@@ -278,7 +278,7 @@ def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(
 
     for extend in (plans[1], plans[0], plans[1]):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("forebay.prepare.outputs.dataset.Manifest.of", stop)
+            patch.setattr("forebay.prepare.outputs.tokens.Manifest.of", stop)
             grow(second, tmp_path / "out", extend, **sizes)
     assert grow(second, tmp_path / "out", plans[0], **sizes).id == expected.id
     verified = verify_dataset(tmp_path / "out")

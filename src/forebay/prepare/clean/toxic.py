@@ -25,8 +25,7 @@ from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, wor
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.kernels import text_lengths
-from forebay.prepare.filters.language import LOOK_CHARS, default_model
-from forebay.prepare.filters.languages import language_code
+from forebay.prepare.filters.language import LOOK_CHARS, default_model, language_code
 from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.settings import Count, Number, Share, check_fields

@@ -10,9 +10,8 @@ from forebay.arrays import U8
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.clusters import RETAINED
 from forebay.prepare.dedup.methods import CutMethod, Overlap, Substring
-from forebay.prepare.dedup.overlap import mark_overlap
-from forebay.prepare.dedup.substring import mark_spans
 from forebay.prepare.dedup.units import mark_units, remove
+from forebay.prepare.dedup.word_runs import mark_overlap, mark_spans
 from forebay.prepare.documents import part_batches, read_items, text_buffers, text_column
 from forebay.storage.store import Store
 

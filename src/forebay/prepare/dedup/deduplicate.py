@@ -32,7 +32,6 @@ from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
 from forebay.prepare.dedup.methods import Dedup, Overlap, Semantic, Signed, Substring, Unit
-from forebay.prepare.dedup.overlap import sign_ngrams
 from forebay.prepare.dedup.semantic import (
     MAX_CLUSTERS,
     Clustering,
@@ -42,8 +41,8 @@ from forebay.prepare.dedup.semantic import (
     compare_clusters,
     find_centroids,
 )
-from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
 from forebay.prepare.dedup.units import hash_units
+from forebay.prepare.dedup.word_runs import WindowsTask, sign_anchors, sign_ngrams, sign_windows
 from forebay.storage.store import Store
 
 VERSION = 6  # Changed when the same signatures would give another result, so that old ones are not used.

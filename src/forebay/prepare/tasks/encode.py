@@ -28,8 +28,7 @@ from forebay.storage.store import FolderStore, Store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
-    from forebay.prepare.tokenize.conversations import Conversations
-    from forebay.prepare.tokenize.fim import FillInTheMiddle
+    from forebay.prepare.tokenize.renderings import Conversations, FillInTheMiddle
 
 
 TASK_VERSION = 5  # Changed when the same part would give other tokens, so that old results are not used.
