@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from forebay.prepare.settings import Json
 from forebay.units import format_bytes, format_seconds
 
 Entry = Mapping[str, Any]
@@ -112,7 +113,7 @@ def rates(report: Entry) -> Iterator[Sequence[str]]:
         yield name, count(rate["dropped"]), share(rate["dropped"], sample["documents"]), shown
 
 
-def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] | None = None) -> dict[str, Any]:
+def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] | None = None) -> Json:
     """A histogram to draw: rectangles [x, y, width, height, side, words], lines at thresholds, labels of the bounds.
 
     The height of a bar is the square root of its count, so that small ones are seen. `bounds`: of the axis. The same in
@@ -151,7 +152,7 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
     }  # fmt: skip
 
 
-def rule_charts(report: Entry) -> Iterator[dict[str, Any]]:
+def rule_charts(report: Entry) -> Iterator[Json]:
     """What the page shows of each rule: its chart, other thresholds, and the documents nearest to it."""
     rules = report.get("rules", [])
     max_dropped = sorted((rule["dropped"] for rule in rules), reverse=True)[:3]

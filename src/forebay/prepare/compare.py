@@ -15,9 +15,9 @@ from forebay.arrays import U64
 from forebay.errors import DatasetError
 from forebay.prepare.charts import chart, count, cut, printable, rule_name, share
 from forebay.prepare.report import Report, Table, render_page
+from forebay.prepare.settings import Json
 from forebay.units import format_bytes, format_seconds
 
-Pair = dict[str, Any]
 SIDES = ("a", "b")
 EXAMPLES = 10
 _BUCKETS = 256  # Of ids: memory is that of the largest of them, 16 bytes an id.
@@ -25,7 +25,7 @@ _TOTALS = (("documents_in", "documents read"), ("documents_out", "documents kept
            ("tokens", "tokens"), ("malformed", "malformed"))  # fmt: skip
 
 
-class Comparison(dict[str, Any]):
+class Comparison(Json):
     """What `compare_reports` returns. In a notebook it shows its tables."""
 
     def _repr_html_(self) -> str:
@@ -62,7 +62,7 @@ def compare_reports(a: Report, b: Report) -> Comparison:
     )
 
 
-def _summary(report: Report) -> Pair:
+def _summary(report: Report) -> Json:
     totals = {name: report["totals"].get(name, 0) for name, _ in _TOTALS}
     return {"name": report["name"], "id": report["id"], "totals": totals, "is_sample": "sample" in report}
 
@@ -89,7 +89,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _rules(a: Report, b: Report) -> list[Pair]:
+def _rules(a: Report, b: Report) -> list[Json]:
     """Of each rule the documents that both drop, and their share of all read."""
     counts: dict[tuple[str, str], list[int]] = {}
     for index, report in enumerate((a, b)):
@@ -113,7 +113,7 @@ def _rules(a: Report, b: Report) -> list[Pair]:
     return rules
 
 
-def _thresholds(a: Report, b: Report) -> list[Pair]:
+def _thresholds(a: Report, b: Report) -> list[Json]:
     """What each rule with a threshold measured: the entries of both reports by rule, in the order of the recipe."""
     by_rule: dict[tuple[str, str, str], dict[str, list[Any]]] = {}
     for side, report in zip(SIDES, (a, b)):
@@ -124,7 +124,7 @@ def _thresholds(a: Report, b: Report) -> list[Pair]:
     return [{"stage": s, "reason": r, "kind": k, **sides} for (s, r, k), sides in by_rule.items()]
 
 
-def compare_times(a: Report, b: Report) -> list[Pair]:
+def compare_times(a: Report, b: Report) -> list[Json]:
     """CPU seconds of two runs, by their records: of all, and of each rule and step of either."""
     names = dict.fromkeys([*a["cpu_s"], *b["cpu_s"]])
     total = {"name": "all", "a": sum(a["cpu_s"].values()), "b": sum(b["cpu_s"].values())}
@@ -132,7 +132,7 @@ def compare_times(a: Report, b: Report) -> list[Pair]:
     return [total, *sorted(steps, key=lambda step: -max(step["a"], step["b"]))]
 
 
-def compare_ids(a: Path, b: Path) -> dict[str, Any]:
+def compare_ids(a: Path, b: Path) -> Json:
     """How many ids of two files, one a line, are in both and in one alone, and the first of these.
 
     Memory is bounded for files of any length: ids are compared by 64 bits of their hash, a bucket at a time.

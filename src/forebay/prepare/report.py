@@ -35,6 +35,7 @@ from forebay.prepare.charts import (
     short,
 )
 from forebay.prepare.progress import read_progress
+from forebay.prepare.settings import Json
 from forebay.storage.addresses import is_bucket
 from forebay.storage.store import FolderStore, Store, open_store
 from forebay.units import format_bytes, format_seconds
@@ -97,7 +98,7 @@ def write_report(store: Store, report: Report, times: Report | None = None) -> N
     store.write(REPORT_FILE, render(report, times).encode("utf-8"))
 
 
-class PreparationReport(dict[str, Any]):
+class PreparationReport(Json):
     """The contents of a report. In a notebook it shows its figures and its funnel."""
 
     def _repr_html_(self) -> str:
@@ -383,7 +384,7 @@ def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
         yield f"{short(edges[first])} to {short(edges[last])}", read, retained
 
 
-def _samples(report: Report) -> list[dict[str, Any]]:
+def _samples(report: Report) -> list[Json]:
     """The samples by rule: those that are kept first."""
     groups: dict[tuple[str, str], list[Report]] = {}
     for sample in report.get("samples", []):

@@ -11,10 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from forebay.formats.inputs import InputSplit
 from forebay.machine import num_cores
+from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks.statistics import Map, add_stats, read_stats
 from forebay.prepare.tasks.text import TextResult
@@ -163,7 +163,7 @@ def interval(dropped: int, documents: int, error: float, documents_share: float,
 
 def describe_sample(
     sampling: Sampling, texts: Sequence[TextResult], stats: StageStats, usage: Usage, figures: Mapping[str, float]
-) -> dict[str, Any]:
+) -> Json:
     """What the report has of a sample: `sample` and `estimate`, and `cost`, which alone differs between runs.
 
     Args:
@@ -205,7 +205,7 @@ def _estimate(sampling: Sampling, texts: Sequence[TextResult], name: str, figure
     return [round(expected), round(max(0.0, expected - half)), round(expected + half)]
 
 
-def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> dict[str, Any]:
+def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> Json:
     """CPU seconds by stage, of the sample and of the whole input; and its time with a process a core.
 
     What a process needs once (`start`: imports, models, compiled code) is not multiplied; nor is `hash`, the hashing of

@@ -22,6 +22,7 @@ from pydantic import ConfigDict, TypeAdapter
 from forebay.arrays import BOOL, I64, U64
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import StageResult, text_buffers
+from forebay.prepare.settings import Json
 from forebay.prepare.thresholds import Name, ThresholdStats, ThresholdTable, count_bins
 
 SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
@@ -109,13 +110,13 @@ class StageStats:
     def __init__(self) -> None:
         self.funnel: dict[str, StageCount] = {}
         self.histograms: dict[str, dict[str, Counter[int]]] = {}
-        self.thresholds: list[dict[str, Any]] = []  # Chosen by percentiles.
+        self.thresholds: list[Json] = []  # Chosen by percentiles.
         self.measured = ThresholdTable()
         self.usage = Usage()
         self.languages: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.subsets: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.samples: dict[tuple[str, str], list[Sample]] = {}
-        self.hits: list[dict[str, Any]] = []  # Of one task, and not in its JSON: they go to a file of their own.
+        self.hits: list[Json] = []  # Of one task, and not in its JSON: they go to a file of their own.
 
     def stage(self, name: str) -> StageCount:
         """The count of a stage. The funnel is in the order of the first calls."""

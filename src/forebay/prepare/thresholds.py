@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from forebay.arrays import BOOL, F64, U64
 from forebay.errors import PrepareError
 from forebay.prepare.documents import Measure, text_buffers
+from forebay.prepare.settings import Json
 
 NEAREST = 3  # Examples on each side of a threshold.
 NEAREST_CHARACTERS = 300
@@ -117,7 +117,7 @@ class ThresholdTable:
                 "is compared with one number."
             )
 
-    def report(self, stages: Sequence[str]) -> list[dict[str, Any]]:
+    def report(self, stages: Sequence[str]) -> list[Json]:
         """What the report has of each, in the order of the stages; not of a minimum of 0 that drops none.
 
         A document counts as dropped where its number fails the rule.
@@ -154,7 +154,7 @@ def _stats_of(values: F64, kind: str, limit: float, keys: U64) -> tuple[Threshol
     return stats, [(side, index) for side, indices in sides for index in indices[:NEAREST].tolist()]
 
 
-def _shown(example: Example) -> dict[str, Any]:
+def _shown(example: Example) -> Json:
     value = example.value if math.isfinite(example.value) else str(example.value)
     return {"value": value, "url": example.url, "text": example.text, "where": example.location}
 
@@ -177,7 +177,7 @@ def count_bins(values: ArrayLike) -> dict[int, int]:
     return dict(zip(bins.tolist(), counts.tolist()))
 
 
-def bars(sides: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
+def bars(sides: Mapping[str, Mapping[int, int]]) -> Json:
     """A histogram to draw: `edges` [bars + 1], `log`, and the counts of each side, of at most 40 bars.
 
     Numbers of one sign up to 100 get bars of equal width, others of equal ratio. Infinite ones are in the last bar.
@@ -199,7 +199,7 @@ def bars(sides: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
         edges = start + step * np.arange(int((last - start) / step) + 2)
     edges = np.unique(np.round(edges, 10))
     bar = np.clip(np.searchsorted(edges, np.nan_to_num(middle, nan=edges[-1]), "right") - 1, 0, len(edges) - 2)
-    out: dict[str, Any] = {"edges": edges.tolist(), "log": bool(is_log)}
+    out: Json = {"edges": edges.tolist(), "log": bool(is_log)}
     for side, counts in sides.items():
         values = [counts.get(int(index), 0) for index in bins]
         out[side] = np.bincount(bar, values, len(edges) - 1).astype(np.int64).tolist()

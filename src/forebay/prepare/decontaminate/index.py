@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import ArrayLike
 
-from forebay.arrays import U64
+from forebay.arrays import I64, U8, U32, U64
 from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
@@ -39,10 +40,7 @@ MAX_NGRAMS = 100_000_000
 SHOWN_CHARACTERS = 200  # Of an instance.
 _MAGIC = b"forebay evaluation index\n"
 _ALIGNMENT = 64
-_ARRAYS = {
-    "keys": "<u8", "bits": "<u8", "starts": "<i8", "units": "<u4", "positions": "<u4", "unit_instances": "<u4",
-    "unit_words": "<u4", "instance_sets": "<u4", "text_ends": "<u8", "texts": "u1",
-}  # fmt: skip
+_DTYPES = ("<u8", "<u8", "<i8", "<u4", "<u4", "<u4", "<u4", "<u4", "<u8", "u1")  # Of an index's arrays.
 
 
 @dataclass(frozen=True)
@@ -55,36 +53,25 @@ class SetCount:
     ngrams: int
 
 
-class EvaluationIndex:
+class EvaluationIndex(NamedTuple):
     """A mapped index. N-gram `keys[k]` stands in units `units[starts[k]:starts[k + 1]]` from word `positions[…]` on."""
 
-    def __init__(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if not data[: len(_MAGIC)] == _MAGIC:
-                raise ValueError("another kind of file")
-            end = data.find(b"\n", len(_MAGIC))
-            header = json.loads(data[len(_MAGIC) : end])
-            views = {
-                name: np.frombuffer(data, dtype, count, _aligned(end + 1) + offset)
-                for (name, dtype), (offset, count) in zip(_ARRAYS.items(), header["arrays"])
-            }
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise PrepareError(
-                f"{path}: expected an index of evaluation sets, got {error}. Remove the file."
-            ) from error
-        self.sets = [SetCount(*row) for row in header["sets"]]
-        self.keys, self.bits, self.starts = views["keys"], views["bits"], views["starts"]
-        self.units, self.positions = views["units"], views["positions"]
-        self.unit_instances, self.unit_words = views["unit_instances"], views["unit_words"]
-        self.instance_sets = views["instance_sets"]
-        self._text_ends, self._texts = views["text_ends"], views["texts"]
+    sets: list[SetCount]
+    keys: U64
+    bits: U64
+    starts: I64
+    units: U32
+    positions: U32
+    unit_instances: U32
+    unit_words: U32
+    instance_sets: U32
+    text_ends: U64
+    texts: U8
 
     def instance(self, number: int) -> tuple[str, str]:
         """The id of an instance, and the beginning of its text."""
-        start, middle, stop = (int(self._text_ends[2 * number + k - 1]) if 2 * number + k else 0 for k in range(3))
-        return tuple(bytes(self._texts[a:b]).decode() for a, b in ((start, middle), (middle, stop)))  # type: ignore[return-value]
+        start, middle, stop = (int(self.text_ends[2 * number + k - 1]) if 2 * number + k else 0 for k in range(3))
+        return bytes(self.texts[start:middle]).decode(), bytes(self.texts[middle:stop]).decode()
 
 
 def set_names(sets: Sequence[str]) -> tuple[str, ...]:
@@ -159,7 +146,20 @@ def _list_set(entry: str, options: ReadOptions) -> InputFiles:
 @lru_cache(maxsize=4)
 def open_index(path: str) -> EvaluationIndex:
     """The index in a file; a process maps it once."""
-    return EvaluationIndex(Path(path))
+    try:
+        with Path(path).open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if not data[: len(_MAGIC)] == _MAGIC:
+            raise ValueError("another kind of file")
+        end = data.find(b"\n", len(_MAGIC))
+        header = json.loads(data[len(_MAGIC) : end])
+        views = [
+            np.frombuffer(data, dtype, count, _aligned(end + 1) + offset)
+            for dtype, (offset, count) in zip(_DTYPES, header["arrays"], strict=True)
+        ]
+        return EvaluationIndex([SetCount(*row) for row in header["sets"]], *views)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PrepareError(f"{path}: expected an index of evaluation sets, got {error}. Remove the file.") from error
 
 
 class _Builder:
@@ -226,15 +226,12 @@ class _Builder:
         bits = np.zeros(1 << max(0, math.ceil(math.log2(max(len(firsts), 4) / 4))), np.uint64)
         fill_bits(keys, bits)
         pieces = [piece for _, *texts in self._instances for piece in texts]
-        arrays = {
-            "keys": keys, "bits": bits, "starts": np.append(firsts, len(hashes)), "units": units[order],
-            "positions": positions[order], "unit_instances": np.array([i for i, _ in self._units], np.uint32),
-            "unit_words": np.array([words for _, words in self._units], np.uint32),
-            "instance_sets": np.array([number for number, *_ in self._instances], np.uint32),
-            "text_ends": np.array(list(accumulate(map(len, pieces))), np.uint64),
-            "texts": np.frombuffer(b"".join(pieces), np.uint8),
-        }  # fmt: skip
-        ready = [np.ascontiguousarray(arrays[name], dtype) for name, dtype in _ARRAYS.items()]
+        arrays: list[ArrayLike] = [
+            keys, bits, np.append(firsts, len(hashes)), units[order], positions[order], [i for i, _ in self._units],
+            [words for _, words in self._units], [number for number, *_ in self._instances],
+            list(accumulate(map(len, pieces))), np.frombuffer(b"".join(pieces), np.uint8),
+        ]  # fmt: skip
+        ready = [np.ascontiguousarray(array, dtype) for array, dtype in zip(arrays, _DTYPES)]
         stops = list(accumulate(_aligned(array.nbytes) for array in ready))
         places = [(stop - _aligned(array.nbytes), len(array)) for stop, array in zip(stops, ready)]
         sets = [list(vars(count).values()) for count in self._sets]

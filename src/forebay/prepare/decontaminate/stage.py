@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,7 @@ from forebay.prepare.decontaminate.index import (
 )
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, read_words
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
-from forebay.prepare.settings import Count, Share, Texts, check_fields
+from forebay.prepare.settings import Count, Json, Share, Texts, check_fields
 
 _NGRAMS = {"overlap": 8, "ngram": 13}
 _SHOWN_CHARACTERS = 300  # Of a matched n-gram.
@@ -62,6 +62,7 @@ class Decontaminate(Stage):
 
     name = "decontaminate"
     version = 2
+    required = ("sets", "files, folders or hub names of evaluation sets")
     sets: Texts = ()
     fields: Texts = ()
     method: Literal["overlap", "ngram"] = "overlap"
@@ -75,8 +76,6 @@ class Decontaminate(Stage):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.sets:
-            raise UsageError("sets: expected files, folders or hub names of evaluation sets, got none")
         for entry in self.sets:
             if "://" not in entry and not Path(entry).exists():
                 raise UsageError(
@@ -128,7 +127,7 @@ class Decontaminate(Stage):
         offsets, data = text_buffers(column)
         flags, drop = np.zeros(len(batch), bool), keep_all(len(batch))
         flag_rows(data, offsets, character_table("words"), self.ngram_words, index.bits, index.keys, flags)
-        hits: list[tuple[int, dict[str, Any]]] = []
+        hits: list[tuple[int, Json]] = []
         changed: dict[int, str] = {}
         for row in np.flatnonzero(flags).tolist():
             document = _Document(data[offsets[row] : offsets[row + 1]], index, self.ngram_words)
@@ -186,7 +185,7 @@ class _Document:
         chosen: I64 = rows[sums >= min_ratio * self._index.unit_words[units]]
         return chosen
 
-    def hits(self, units: I64) -> Iterator[tuple[int, dict[str, Any]]]:
+    def hits(self, units: I64) -> Iterator[tuple[int, Json]]:
         """The number of each set that the document has instances of, in order, and what the list says about it."""
         index = self._index
         instances = index.unit_instances[units[:, 0]]

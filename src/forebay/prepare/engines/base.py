@@ -21,6 +21,7 @@ from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import HOST
 from forebay.plugins import load_plugin
 from forebay.prepare.progress import Failure, label, name_of
+from forebay.prepare.settings import Json
 from forebay.storage.store import Store
 
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
@@ -61,7 +62,7 @@ class Engine(Protocol):
             weights: The heaviest tasks start first.
         """
 
-    def running(self) -> list[dict[str, Any]]:
+    def running(self) -> list[Json]:
         """The processes that have a task now: `host`, `pid`, the `task` in words and its `name`, `started_at`.
 
         [] if that is not known.
@@ -163,7 +164,7 @@ class Attempts:
         return f"task {index} ({label(task)})"
 
 
-def state_of(task: Any, pid: int | None = None) -> dict[str, Any]:
+def state_of(task: Any, pid: int | None = None) -> Json:
     """What `Engine.running` says of a task that starts now, by default in this process."""
     state = {"host": HOST, "pid": pid or os.getpid(), "task": label(task), "name": name_of(task)}
     return {**state, "started_at": time.time(), "input": getattr(task, "position", ("", 0))}

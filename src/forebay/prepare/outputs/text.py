@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +32,7 @@ from forebay.prepare.recipe import LanguageModel
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
 from forebay.prepare.tasks.keys import hash_json
@@ -57,9 +58,7 @@ class TextOutput(MarkedOutput):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         examine_kept(run, corpus)
         content = {"files": [asdict(file) for file in export_files(run, corpus, self.name)]}
         return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
@@ -71,9 +70,7 @@ class LanguageModelOutput(MarkedOutput):
     name = "lm"
     marker = "lm.json"
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
         examine_kept(run, corpus)
@@ -153,7 +150,7 @@ class ExportResult:
     documents: int = 0
     left_out: int = 0
     text_bytes: int = 0
-    indexes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    indexes: dict[str, Json] = field(default_factory=dict)
 
 
 def export_files(run: PrepareRun, corpus: Corpus, format: str) -> list[WrittenFile]:

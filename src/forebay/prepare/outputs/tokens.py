@@ -44,6 +44,7 @@ from forebay.prepare.extend import link_slices, parent_of
 from forebay.prepare.outputs.base import MarkedOutput, Output, WrittenFile, conclude, counts_of, no_documents, put_file
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.encode import EncodeTask, encode, left_out_rows
 from forebay.prepare.tasks.keys import hash_json
@@ -87,9 +88,7 @@ class DatasetOutput(Output):
         manifest = Manifest.from_json(store.read(MANIFEST_FILE))
         return manifest.name, manifest.id, manifest.lineage
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         assert tokenizer is not None
         parts = shuffled(run, encode_corpus(run, corpus, tokenizer, run.store))
         files = {TOKENIZER_FILE: tokenizer.sha256}
@@ -135,9 +134,7 @@ class ReportOutput(Output):
     def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
         raise UsageError(f"{store.url}: expected a dataset, got a report alone. Choose another --to.")
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         assert tokenizer is not None
         parts = encode_corpus(run, corpus, tokenizer, run.work)
         run.end_of_tasks()
@@ -283,9 +280,7 @@ class MegatronOutput(MarkedOutput):
         if any(stage.name == "subset" for stage in recipe.stages):
             raise UsageError("subset: expected --to parquet, got megatron. Write text, then prepare each folder of it.")
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         assert tokenizer is not None
         parts = shuffled(run, encode_corpus(run, corpus, tokenizer, run.store))
         plan = write_parts(run.work, "plans/megatron", parts)

@@ -54,12 +54,11 @@ class Combine(Scorer):
 
     name = "combine"
     version = 1
+    required = ("columns_of", "at least one column")
     is_derived = True
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.columns_of:
-            raise UsageError("columns_of: expected at least one column, got none")
         if self.weights and (len(self.weights) != len(self.columns_of) or self.how in ("max", "min")):
             raise UsageError(f"weights: expected none, or one for each column and mean or sum, got {self.weights!r}")
 
@@ -101,12 +100,11 @@ class Bucket(Scorer):
 
     name = "bucket"
     version = 1
+    required = ("column", "the name of a column")
     is_derived = True
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.column:
-            raise UsageError("column: expected the name of a column, got none")
         if sum(map(bool, (self.thresholds, self.percentiles, self.buckets))) != 1:
             raise UsageError("thresholds: expected one of thresholds, percentiles or buckets")
         for name in ("thresholds", "percentiles"):
@@ -162,11 +160,10 @@ class Select(_Condition):
     missing: Literal["drop", "keep"] = "drop"
 
     version = 1
+    required = ("column", "the name of a column")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.column:
-            raise UsageError("column: expected the name of a column, got none")
         pair = self.keep_percentile
         if pair and not (len(pair) == 2 and pair[0] < pair[1]):
             raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {list(pair)}")
@@ -281,11 +278,7 @@ class Repeat(Stage):
     name = "repeat"
     version = 1
     reasons = ("repeat_missing", "repeat_none")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.column:
-            raise UsageError("column: expected the name of a column, got none")
+    required = ("column", "the name of a column")
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         values = number_column(batch, self.column, self.name)

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from forebay.errors import UsageError
 from forebay.prepare.scores.base import Scorer
-from forebay.prepare.settings import Count, check_fields
+from forebay.prepare.settings import Count
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,7 @@ class FastText(Scorer):
     name = "fasttext"
     version = 1
     seconds_per_mb = 0.03
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.model:
-            raise UsageError("model: expected the path of a fastText model, got none")
+    required = ("model", "the path of a fastText model")
 
     @property
     def columns(self) -> Mapping[str, str]:

@@ -19,7 +19,7 @@ from pydantic import Field
 from forebay.arrays import F32, I64
 from forebay.errors import UsageError, package_for
 from forebay.prepare.scores.base import Scorer
-from forebay.prepare.settings import Positive, check_fields
+from forebay.prepare.settings import Positive
 
 _MIN_LENGTH = 32
 _CHARS_PER_TOKEN = 32  # So many characters of a text are tokenized for a token that the model sees.
@@ -42,11 +42,7 @@ class SequenceClassifier(Scorer):
     version = 1
     seconds_per_mb = 400.0  # BERT-base on a CPU
     forks = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.model:
-            raise UsageError("model: expected the folder of a model, got none")
+    required = ("model", "the folder of a model")
 
     def files(self) -> tuple[str, ...]:
         folder = Path(self.model)

@@ -20,6 +20,7 @@ from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, part_batches
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.scores.base import number_column
+from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
@@ -154,9 +155,7 @@ def process_segment(task: SegmentTask, scale: int) -> TextResult:
     return with_stats(task.store, stats, result, task.split, rejects.rejects)
 
 
-def thresholds_of(
-    store: Store, stage: Any, arrows: Sequence[str], map_tasks: Map
-) -> tuple[Stage, list[dict[str, Any]]]:
+def thresholds_of(store: Store, stage: Any, arrows: Sequence[str], map_tasks: Map) -> tuple[Stage, list[Json]]:
     """The stage with the percentiles that it needs, and a description of each for the report."""
     column, percentiles = stage.percentiles
     values = column_percentiles(store, arrows, column, percentiles, map_tasks)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from forebay.formats.records import Record
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import StageStats, mix64, peak_bytes, text_bytes
 
@@ -29,7 +30,7 @@ MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest
 _PARTS = 16  # A batch that ends the process of the stages is tried again in so many parts, down to single documents.
 _MAX_FAULTS = 32  # After so many documents of a split that did so, whole batches that do are rejected.
 
-Reject = dict[str, Any]
+Reject = Json
 
 
 class StagesTask(Protocol):

@@ -27,6 +27,7 @@ from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split, text_format
 from forebay.prepare.path_lists import downloaded
 from forebay.prepare.progress import MAX_LISTED, TaskCounts, tick
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
@@ -160,13 +161,13 @@ def with_stats(
 
 def write_records(
     store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store, ending: str
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Write the `rejects` or `hits` of all splits, a JSON line each with `where` as a position; returns three.
 
     Rejects are malformed records, with `reason` and the first of the text; hits are what stages found in documents. No
     object is left if there is nothing.
     """
-    first: list[dict[str, Any]] = []
+    first: list[Json] = []
     counts = [text.malformed if ending == "rejects" else text.hits for text in texts]
 
     def lines() -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from forebay.errors import UsageError
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
+from forebay.prepare.settings import Json
 
 MAX_MESSAGES = 512
 MAX_CHARS = 32 << 20
@@ -54,10 +55,10 @@ def load_chat_template(path: str) -> str:
     return template
 
 
-def messages_of(text: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def messages_of(text: str) -> tuple[list[Json], list[Any] | None]:
     """The messages of a text whose turns are marked, and the tools that its first header names."""
     first, *rest = _MESSAGE.split(text)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": first}] if first else []
+    messages: list[Json] = [{"role": "user", "content": first}] if first else []
     tools = None
     for mark, header, content in zip(rest[::3], rest[1::3], rest[2::3]):
         try:
@@ -102,7 +103,7 @@ def _prefix(full: str, part: str) -> int:
     return len(part) if full.startswith(part) else -1
 
 
-def _render(template: str, messages: list[dict[str, Any]], prompted: bool, values: dict[str, Any]) -> str:
+def _render(template: str, messages: list[Json], prompted: bool, values: Json) -> str:
     parts, size = [], 0
     try:
         for part in _compiled(template).generate(messages=messages, add_generation_prompt=prompted, **values):
