@@ -83,7 +83,7 @@ def load_recipe(
     if name is not None:
         if name not in recipe_names():
             names, near = ", ".join(recipe_names()), _similar(name, recipe_names())
-            raise UsageError(f"recipe {name!r}: expected one of {names}; a file goes with --config{near}")
+            raise UsageError(f"recipe {name!r}: expected one of {names}; a file goes with --config.{near}")
         layers.append((f"{name}.toml", tomllib.loads(recipe_text(name))))
     if config is not None:
         layers.append((str(config), read_toml(config)))
@@ -118,7 +118,7 @@ def stage_group(name: str) -> tuple[str, ...]:
         return GROUPS[name]
     if name not in STAGES and name not in plugins("forebay.filters"):
         names = [*GROUPS, *STAGES]
-        raise UsageError(f"--filter {name!r}: expected some of {', '.join(names)}{_similar(name, names)}")
+        raise UsageError(f"--filter {name!r}: expected some of {', '.join(names)}.{_similar(name, names)}")
     return (name,)
 
 
@@ -274,7 +274,7 @@ def _choices(kind: Any) -> Sequence[Any]:
 
 def _similar(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, names, 1)
-    return f". Did you mean {near[0]}?" if near else "."
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:
@@ -340,8 +340,7 @@ def describe(name: str) -> str:
         choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
         if not choices:
             names = [*(n for n in tables if n != "stages"), *STAGES, *(f"score.{n}" for n in SCORERS)]
-            near = difflib.get_close_matches(name, [*names, *recipe_names()], 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = _similar(name, [*names, *recipe_names()])
             raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(names)}.{hint}")
         cls = choices[0]
     lines = [f"[{name}]", "", inspect.cleandoc(cls.__doc__ or ""), ""]

@@ -102,7 +102,7 @@ class Attempts:
         may_start: Callable[[Any], bool] = lambda task: True, on_failure: OnFailure = lambda task, failure: None,
     ) -> None:  # fmt: skip
         order = range(len(tasks)) if weights is None else sorted(range(len(tasks)), key=lambda i: -weights[i])
-        self._tasks = tasks
+        self.tasks = tasks
         self._queue = deque((index, 0) for index in order)
         self._retries: deque[tuple[int, int]] = deque()
         self._alone = False
@@ -126,7 +126,7 @@ class Attempts:
             return self._retries.popleft()
         while self._queue:
             index, scale = self._queue.popleft()
-            if index in self._losses or self._may_start(self._tasks[index]):
+            if index in self._losses or self._may_start(self.tasks[index]):
                 return index, scale
         return None
 
@@ -158,7 +158,7 @@ class Attempts:
 
     def _report_failure(self, index: int, scale: int, kind: Kind, how: str, process: Mapping[str, Any]) -> str:
         """Report an attempt that failed; return the task's name for messages."""
-        task = self._tasks[index]
+        task = self.tasks[index]
         attempt = 1 + scale + self._losses[index]
         self._on_failure(task, Failure(kind, label(task), how, attempt=attempt, **process))
         return f"task {index} ({label(task)})"

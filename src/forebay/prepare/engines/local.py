@@ -165,7 +165,7 @@ class LocalEngine(base.Engine):
                     self._tick()
             return
         try:
-            self._map_over_workers(run, tasks, on_done, attempts)
+            self._map_over_workers(run, on_done, attempts)
         except BaseException:
             self.close()
             raise
@@ -177,9 +177,8 @@ class LocalEngine(base.Engine):
     def _tick(self) -> None:
         self.on_tick()
 
-    def _map_over_workers(
-        self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, attempts: base.Attempts
-    ) -> None:
+    def _map_over_workers(self, run: base.TaskFunction, on_done: base.OnDone, attempts: base.Attempts) -> None:
+        tasks = attempts.tasks
         while True:
             running = sum(worker.task is not None for worker in self._workers)
             if tasks and not self._workers and _may_fork():

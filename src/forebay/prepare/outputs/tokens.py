@@ -48,7 +48,7 @@ from forebay.prepare.settings import Json
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.encode import EncodeTask, encode, left_out_rows
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, read_parts, shuffle_parts, write_parts
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, count_all, read_parts, shuffle_parts, write_parts
 from forebay.prepare.tasks.slicing import (
     RowShape,
     gather,
@@ -101,8 +101,7 @@ class DatasetOutput(Output):
         if run.document_ids:
             earlier = run.parent.file(DOCUMENTS_FILE) if run.parent is not None else None
             files[DOCUMENTS_FILE] = write_documents(run.store, corpus, parts, earlier)
-        documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
-        counts = counts_of(corpus, documents, tokens, len(table) - before)
+        counts = counts_of(corpus, *count_all(parts), len(table) - before)
         run.store.write(TABLE_FILE, table.to_parquet())
         rows = run.recipe.rows is not None
         manifest = Manifest.of(
@@ -138,7 +137,7 @@ class ReportOutput(Output):
         assert tokenizer is not None
         parts = encode_corpus(run, corpus, tokenizer, run.work)
         run.end_of_tasks()
-        counts = counts_of(corpus, sum(part.documents for part in parts), sum(part.tokens for part in parts))
+        counts = counts_of(corpus, *count_all(parts))
         token_bytes = sum(part.tokens * TOKEN_DTYPES[part.dtype].itemsize for part in parts)
         return conclude(run, corpus, "", counts, unwritten_bytes=token_bytes * (1 + run.recipe.slice.shuffle))
 
@@ -155,12 +154,12 @@ def encode_corpus(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, sto
         recipe.fim.sentinels(spec)  # fail now rather than in a worker
     occurrences: Counter[str] = Counter()
     tasks = []
-    for index, text in enumerate(corpus.texts):
+    for text, filtered in zip(corpus.texts, corpus.parts()):
         part = text.part
         keys = Shuffle(recipe.slice.seed, occurrences[part.name]) if recipe.slice.shuffle else None
         occurrences[part.name] += 1
-        drop, cut, name = corpus.duplicates(index)
-        tasks.append(EncodeTask(part, spec, run.work, drop, cut, name, keys, run.document_ids, rendering))
+        dedup = filtered.drop, filtered.cut, filtered.dedup_name
+        tasks.append(EncodeTask(part, spec, run.work, *dedup, keys, run.document_ids, rendering))
     sizes = [text.bytes_out for text in corpus.texts]
     encoded = run.map(encode, tasks, run.count_documents("encode", sizes), sizes)
     write_ids(run.write_ids, corpus, [left_out_rows(task) for task in tasks])
@@ -234,8 +233,8 @@ def write_documents(store: Store, corpus: Corpus, parts: Sequence[EncodedPart], 
     The rows of the file `parent` come first.
     """
     splits: dict[str, tuple[InputSplit, int]] = {}
-    for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
-        splits.setdefault(text.key, (split, first_row))
+    for filtered in corpus.parts():
+        splits.setdefault(filtered.key, (filtered.split, filtered.first_row))
     with store.open(DOCUMENTS_FILE, replace=True) as file:
         with pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
             if parent is not None:
@@ -290,7 +289,7 @@ class MegatronOutput(MarkedOutput):
         (files,) = run.map(write_megatron, [task], run.count_tasks("tokens out", 1, " files"), is_valid=is_valid)
         run.end_of_tasks()
         run.store.remove(sizes.keys() - {file.file for file in files})  # of another name
-        counts = counts_of(corpus, sum(part.documents for part in parts), sum(part.tokens for part in parts))
+        counts = counts_of(corpus, *count_all(parts))
         return self.conclude(run, corpus, {"files": [asdict(file) for file in files]}, counts, lineage)
 
 
@@ -312,7 +311,7 @@ class MegatronTask:
 def write_megatron(task: MegatronTask, scale: int) -> list[WrittenFile]:
     """Write the files: first on this machine, then into the store."""
     parts = read_parts(task.work, task.plan)
-    tokens, documents = sum(part.tokens for part in parts), sum(part.documents for part in parts)
+    documents, tokens = count_all(parts)
     source = TokenSource("megatron", parts[0].dtype, tokens, documents, partial(_tokens, task.work, parts))
     with task.work.scratch() as folder:
         out = folder / "tokens"
