@@ -29,7 +29,7 @@ STAGES = {
     "code": "forebay.prepare.filters.code:Code",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
-    "decontaminate": "forebay.prepare.decontaminate.stage:Decontaminate",
+    "decontaminate": "forebay.prepare.decontaminate:Decontaminate",
     "select": "forebay.prepare.scores.columns:Select",
     "subset": "forebay.prepare.scores.columns:Subset",
     "repeat": "forebay.prepare.scores.columns:Repeat",

@@ -15,8 +15,7 @@ from forebay import text_filter
 from forebay.errors import PrepareError
 from forebay.prepare import Measure
 from forebay.prepare.documents import Stage, StageResult
-from forebay.prepare.stats import StageStats
-from forebay.prepare.thresholds import NEAREST, ThresholdTable, neighbours
+from forebay.prepare.stats import NEAREST, StageStats, ThresholdTable, neighbours
 from support.preparing import prepare, write_jsonl
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 60).map(float) | st.just(math.nan), min_size=1, max_size=60)

@@ -27,7 +27,7 @@ from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, rep
 from forebay.prepare.filters.kernels import text_lengths
 from forebay.prepare.filters.language import LOOK_CHARS, default_model, language_code
 from forebay.prepare.scores.base import Score
-from forebay.prepare.scores.fasttext import FastText
+from forebay.prepare.scores.classifiers import FastText
 from forebay.prepare.settings import Count, Number, Share, check_fields
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))

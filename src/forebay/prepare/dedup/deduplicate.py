@@ -29,9 +29,9 @@ import pyarrow.compute as pc
 from forebay.arrays import F64, Array
 from forebay.errors import PrepareError
 from forebay.prepare.dedup import pairs
-from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
-from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
+from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut, hash_units
 from forebay.prepare.dedup.methods import Dedup, Overlap, Semantic, Signed, Substring, Unit
+from forebay.prepare.dedup.pairs import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.semantic import (
     MAX_CLUSTERS,
     Clustering,
@@ -41,7 +41,6 @@ from forebay.prepare.dedup.semantic import (
     compare_clusters,
     find_centroids,
 )
-from forebay.prepare.dedup.units import hash_units
 from forebay.prepare.dedup.word_runs import WindowsTask, sign_anchors, sign_ngrams, sign_windows
 from forebay.storage.store import Store
 

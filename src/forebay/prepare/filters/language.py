@@ -27,7 +27,7 @@ from forebay.errors import UsageError, install_command
 from forebay.prepare.documents import Measure, Stage, StageResult, first_failing, keep_all, replace_column
 from forebay.prepare.filters.word_tables import HashTable, hash_word, table_of_hashes
 from forebay.prepare.scores.base import COLUMN, named_column, number_column
-from forebay.prepare.scores.fasttext import FastText
+from forebay.prepare.scores.classifiers import FastText
 from forebay.prepare.settings import Share, Texts, check_fields
 
 ByLanguage = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]

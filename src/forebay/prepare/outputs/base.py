@@ -18,8 +18,7 @@ from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import describe_sample
 from forebay.prepare.settings import Json
-from forebay.prepare.stats import Usage
-from forebay.prepare.thresholds import bars
+from forebay.prepare.stats import Usage, bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
 from forebay.storage.store import Store

@@ -21,13 +21,12 @@ from forebay.prepare.documents import Stage, part_batches
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.scores.base import number_column
 from forebay.prepare.settings import Json
-from forebay.prepare.stats import StageStats
+from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.stages import Rejects, json_line, run_stages
 from forebay.prepare.tasks.statistics import Map
 from forebay.prepare.tasks.text import TextResult, open_documents, with_stats
-from forebay.prepare.thresholds import float_keys, float_of
 from forebay.storage.store import Store
 
 SEGMENT_VERSION = 4
