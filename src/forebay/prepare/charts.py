@@ -120,6 +120,7 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
     words: `label`, and `figures`, a row for each bar.
     """
     edges, retained, dropped = data["edges"], data["kept"], data["dropped"]
+    sides = list(zip(edges, edges[1:], retained, dropped))
     thresholds = [value for value in thresholds if math.isfinite(value)]
     bounds = bounds or (min(edges[0], *thresholds), max(edges[-1], *thresholds))
     scale = math.log if data.get("log") and bounds[0] > 0 else float
@@ -130,7 +131,7 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
         return round(WIDTH * (scale(value) - low) / (high - low), 1) if high > low else 0.0
 
     bars = []
-    for first, last, stays, goes in zip(edges, edges[1:], retained, dropped):
+    for first, last, stays, goes in sides:
         full = HEIGHT * math.sqrt((stays + goes) / top) if top else 0.0
         y = HEIGHT
         for side, n in (("kept", stays), ("dropped", goes)):
@@ -145,7 +146,7 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
         "label": f"Histogram: {count(sum(retained))} kept, {count(sum(dropped))} dropped, threshold {limits}",
         "figures": [
             (f"{number(first)} to {number(last)}", count(stays), count(goes))
-            for first, last, stays, goes in zip(edges, edges[1:], retained, dropped) if stays or goes
+            for first, last, stays, goes in sides if stays or goes
         ],
         "bars": bars, "lines": [(x(value), f"threshold {number(value)}") for value in thresholds],
         "low": number(bounds[0]), "high": number(bounds[1]), "width": WIDTH, "height": HEIGHT,

@@ -135,6 +135,11 @@ class Sampling:
             variance += unread * number / max(1, number - 1) * sum((value - mean) ** 2 for value in values)
         return math.sqrt(variance) / sum_of_totals if sum_of_totals else 0.0
 
+    def relative_error(self, scales: Sequence[float], counts: Sequence[float]) -> float:
+        """Return the standard error of the sum of counts, as a share of it; splits count by their sizes and scales."""
+        sizes = [split.bytes * scale for split, scale in zip(self.splits, scales)]
+        return self.error(sizes, counts) * sum(sizes) / sum(counts) if sum(counts) else 0.0
+
 
 def kind_of(split: InputSplit) -> str:
     """Return the format of a split, and its compression: what its pace and its documents depend on."""
@@ -199,8 +204,7 @@ def _estimate(sampling: Sampling, texts: Sequence[TextResult], name: str, figure
     counts: list[float] = [getattr(text, kind) for text in texts]
     if not figures[kind] or not sum(counts) or z is None:
         return [round(expected)]
-    sizes = [split.bytes * share for split, share in zip(sampling.splits, sampling.shares)]
-    relative = sampling.error(sizes, counts) * sum(sizes) / sum(counts)
+    relative = sampling.relative_error(sampling.shares, counts)
     half = z * expected * math.hypot(relative, math.sqrt((1 - sampling.documents_share) / figures[kind]))
     return [round(expected), round(max(0.0, expected - half)), round(expected + half)]
 
@@ -225,9 +229,7 @@ def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> Json:
     wall_s = [expected]
     if z is not None:
         spent = [us + counts[OTHER_US] * sampling.scale for us, counts in zip(read, sampling.counts)]
-        sizes = [split.bytes * scale for split, scale in zip(sampling.splits, sampling.read_scales)]
-        relative = sampling.error(sizes, spent) * sum(sizes) / sum(spent) if sum(spent) else 0.0
-        error = math.hypot(_CLOCK_ERROR, z * relative)
+        error = math.hypot(_CLOCK_ERROR, z * sampling.relative_error(sampling.read_scales, spent))
         wall_s += [expected / (1 + error), expected * (1 + error)]
     return {
         "cpu_s": stages, "whole_cpu_s": round(total_s, 2), "processes": processes,

@@ -42,14 +42,13 @@ from forebay.prepare.dedup.semantic import (
     find_centroids,
 )
 from forebay.prepare.dedup.word_runs import WindowsTask, sign_anchors, sign_ngrams, sign_windows
+from forebay.prepare.tasks.statistics import Map
 from forebay.storage.store import Store
 
 VERSION = 6  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 
-Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
-"""Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
 Step = Callable[[str, Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 OnProgress = Callable[[str, int, int], None]  # (step, steps done, steps in all).
 

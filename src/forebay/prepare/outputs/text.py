@@ -20,7 +20,7 @@ from forebay.arrays import I64
 from forebay.formats.base import get_format
 from forebay.formats.blocks import INDEX_FILE, merge_indexes
 from forebay.formats.conversion import ConvertOptions
-from forebay.formats.inputs import RESERVED_COLUMNS
+from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.layout import KEY
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.formats.sources import table_of_stream
@@ -111,8 +111,12 @@ class ExportTask:
     recorded: str = "{}"
 
     @property
+    def split(self) -> InputSplit:
+        return self.part.split
+
+    @property
     def label(self) -> str:
-        return f"text of {self.part.split.files[0].path}"
+        return f"text of {self.split.files[0].path}"
 
     @property
     def stem(self) -> str:

@@ -74,13 +74,17 @@ class ExamineTask:
     @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on."""
-        part, paths = self.part, [file.path for file in self.part.split.files]
+        part, paths = self.part, [file.path for file in self.split.files]
         fields = [_VERSION, part.arrow, part.key, paths, part.first_row, part.dedup_name, self.reasons, self.columns]
         return hash_json(fields)
 
     @property
+    def split(self) -> InputSplit:
+        return self.part.split
+
+    @property
     def label(self) -> str:
-        return f"what is kept of {self.part.split.files[0].path}"
+        return f"what is kept of {self.split.files[0].path}"
 
 
 def examine(task: ExamineTask, scale: int) -> int:
