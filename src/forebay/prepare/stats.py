@@ -25,6 +25,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from forebay.arrays import BOOL, F64, I64, U64
 from forebay.errors import PrepareError
+from forebay.order import bijection
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import Measure, StageResult, text_buffers
 from forebay.prepare.settings import Json
@@ -446,11 +447,7 @@ def text_bytes(batch: pa.RecordBatch) -> I64:
 
 def mix64(values: U64, seed: np.uint64) -> U64:
     """SplitMix64's finaliser over seed + values. Source: Steele, Lea, Flood 2014."""
-    with np.errstate(over="ignore"):
-        z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return np.asarray(z ^ (z >> np.uint64(31)))
+    return bijection.mix64((values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed)
 
 
 def is_score(field: pa.Field) -> bool:

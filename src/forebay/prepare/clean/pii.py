@@ -149,8 +149,8 @@ class Pii(Stage):
         for search in searches:
             entries: list[tuple[int, int, int]] = []
             for first, stop in pairwise(offsets.tolist()):
-                found = search(data[first:stop].tobytes())
-                entries += _apart((first + start, first + end, kind) for start, end, kind in found)
+                matches = search(data[first:stop].tobytes())
+                entries += _apart((first + start, first + end, kind) for start, end, kind in matches)
             spans = _over(spans, entries)
         return spans
 

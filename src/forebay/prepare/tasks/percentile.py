@@ -24,9 +24,9 @@ from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.stages import Rejects, json_line, run_stages
+from forebay.prepare.tasks.stages import Rejects, run_stages
 from forebay.prepare.tasks.statistics import Map
-from forebay.prepare.tasks.text import TextResult, open_documents, with_stats
+from forebay.prepare.tasks.text import TextResult, conclude_task, open_documents
 from forebay.storage.store import Store
 
 SEGMENT_VERSION = 4
@@ -141,17 +141,11 @@ def process_segment(task: SegmentTask, scale: int) -> TextResult:
                 out.add(kept_rows)
     stats.usage.count("dedup", out.signing_s)
     earlier = task.text
-    for ending, count, lines in (
-        ("rejects", earlier.malformed, rejects.rejects), ("hits", earlier.hits, stats.hits),
-    ):  # fmt: skip
-        if count or lines:
-            before = task.store.read(f"{earlier.prefix}.{ending}") if count else b""
-            task.store.write(f"{task.prefix}.{ending}", [before, *map(json_line, lines)])
     result = replace(
         earlier, name=task.name, documents_out=out.documents, bytes_out=out.bytes, signed=out.signed,
         malformed=earlier.malformed + rejects.malformed, hits=earlier.hits + len(stats.hits),
     )  # fmt: skip
-    return with_stats(task.store, stats, result, task.split, rejects.rejects)
+    return conclude_task(task.store, task.split, stats, rejects.rejects, result, earlier)
 
 
 def thresholds_of(store: Store, stage: Any, arrows: Sequence[str], map_tasks: Map) -> tuple[Stage, list[Json]]:

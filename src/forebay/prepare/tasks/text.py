@@ -147,10 +147,24 @@ class TextResult:
         return f"{self.prefix}.stats"
 
 
-def with_stats(
-    store: Store, stats: StageStats, result: TextResult, split: InputSplit, rejects: list[Reject]
+def conclude_task(
+    store: Store,
+    split: InputSplit,
+    stats: StageStats,
+    rejects: list[Reject],
+    result: TextResult,
+    earlier: TextResult | None = None,
 ) -> TextResult:
-    """Write the statistics of a result, which is returned with its counts."""
+    """Write the statistics of a result, which is returned with its counts, and its rejects and hits.
+
+    Those of an `earlier` task over the same split come first.
+    """
+    for ending, before, lines in (
+        ("rejects", earlier and earlier.malformed, rejects), ("hits", earlier and earlier.hits, stats.hits),
+    ):  # fmt: skip
+        if before or lines:
+            data = store.read(f"{earlier.prefix}.{ending}") if earlier and before else b""
+            store.write(f"{result.prefix}.{ending}", [data, *map(json_line, lines)])
     write_stats(store, result.stats, stats)
     first = [
         {"where": describe_position(split, reject["place"], reject["where"]), "reason": reject["reason"]}
@@ -216,10 +230,7 @@ def _process(task: TextTask, split: InputSplit, scale: int) -> TextResult:
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
         reader.failed, len(stats.hits), out.signed, stats.stage("read").bytes_in,
     )  # fmt: skip
-    for ending, lines in (("rejects", reader.rejects), ("hits", stats.hits)):
-        if lines:
-            task.store.write(f"{task.prefix}.{ending}", map(json_line, lines))
-    return with_stats(task.store, stats, result, task.split, reader.rejects)
+    return conclude_task(task.store, task.split, stats, reader.rejects, result)
 
 
 def _readable(task: TextTask, split: InputSplit, scale: int) -> tuple[int, str]:
