@@ -194,7 +194,8 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
     read = [side["totals"]["documents_in"] for side in (a, b)]
     shares = [n / of if of else 0.0 for n, of in zip(documents, read)]
     totals.insert(2, ("share kept", *(share(n, of) for n, of in zip(documents, read)), _points(shares[1] - shares[0])))
-    yield "Result", ("", "A", "B", "Difference"), totals
+    heads = ("", "A", "B", "Difference")
+    yield "Result", heads, totals
     recipe = [(entry["key"], _value(entry["a"]), _value(entry["b"]), "") for entry in comparison["recipe"]]
     yield "Settings that differ", ("", "A", "B", ""), recipe
     reasons = Counter(rule["reason"] for rule in comparison["rules"])
@@ -203,7 +204,7 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
          *(share(rule[side]["dropped"], total) for side, total in zip(SIDES, read)), _points(rule["difference"]))
         for rule in comparison["rules"]
     ]  # fmt: skip
-    yield "Dropped, of all read", ("", "A", "B", "Difference"), rules
+    yield "Dropped, of all read", heads, rules
     if ids := comparison.get("documents"):
         rows = [(label, count(ids[key]), "", "") for label, key in
                 (("kept by both", "both"), ("by A alone", "only_a"), ("by B alone", "only_b"))]  # fmt: skip
@@ -215,7 +216,7 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
             (step["name"], *(format_seconds(step[side]) for side in SIDES), _change([step[side] for side in SIDES]))
             for step in longest
         ]
-        yield "CPU time", ("", "A", "B", "Difference"), rows
+        yield "CPU time", heads, rows
 
 
 def _change(values: Sequence[float]) -> str:

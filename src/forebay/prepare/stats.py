@@ -358,11 +358,10 @@ class StageStats:
         count = self.stage(stage)
         dropped = (result.drop >= 0) & alive
         sizes_in, sizes_out = text_bytes(before), text_bytes(result.batch)
-        count.documents_in += int(alive.sum())
-        count.documents_out += int(alive.sum() - dropped.sum())
-        count.bytes_in += int(sizes_in[alive].sum())
-        count.bytes_out += int(sizes_out[alive & ~dropped].sum())
-        count.changed.update({kind: int(n) for kind, n in result.counts.items()})
+        stays = alive & ~dropped
+        changed = Counter({kind: int(n) for kind, n in result.counts.items()})
+        bytes_in, bytes_out = int(sizes_in[alive].sum()), int(sizes_out[stays].sum())
+        count.add(StageCount(int(alive.sum()), int(stays.sum()), bytes_in, bytes_out, changed=changed))
         for row, hit in result.hits:
             if alive[row]:
                 position_of = {name: before.column(name)[row].as_py() for name in ("place", "where", "id")}

@@ -180,7 +180,7 @@ def guarded(names: list[str]) -> tuple[Any, Any]:
         return str, str
     hidden = {name: f"\ufdd3{index}\ufdd3" for index, name in enumerate(names)}
     shown = {mark: name for name, mark in hidden.items()}
-    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    pattern = re.compile(_any_of(names))
     return (
         lambda text: pattern.sub(lambda match: hidden[match[0]], text),
         lambda text: re.sub("\ufdd3[0-9]+\ufdd3", lambda match: shown.get(match[0], ""), text),
@@ -189,7 +189,10 @@ def guarded(names: list[str]) -> tuple[Any, Any]:
 
 def pieces(text: str, names: list[str]) -> Iterator[tuple[bool, str]]:
     """The special tokens' names in a template's text, and what stands between them."""
-    pattern = "(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")"
-    for part in re.split(pattern, text) if names else [text]:
+    for part in re.split(f"({_any_of(names)})", text) if names else [text]:
         if part:
             yield part in names, part
+
+
+def _any_of(names: list[str]) -> str:
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
