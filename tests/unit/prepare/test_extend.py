@@ -114,6 +114,12 @@ def test_new_documents_are_compared_with_the_parents(
     assert grow(tmp_path / "second", tmp_path / "without", **dedup).documents_out == 23
 
 
+def test_inputs_without_documents_leave_no_signatures(tmp_path: Path) -> None:
+    empty, full = write_jsonl(tmp_path / "a.jsonl", [" "]), write_jsonl(tmp_path / "b.jsonl", ["a text", "another"])
+    result = prepare([empty, full], tmp_path / "out", settings={"dedup": {"exact": True, "signatures": True}})
+    assert len(np.load(tmp_path / "out/signatures-000000.npz")["exact"]) == result.documents_out == 2
+
+
 def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path: Path) -> None:
     dedup = {"dedup": {"exact": True, "lines": True, "signatures": True}}
     first, second = write_texts(tmp_path / "first", 0, 30), write_texts(tmp_path / "second", 30, 10)

@@ -76,7 +76,10 @@ def write_file(task: KeepTask, scale: int) -> str:
                 rows = np.repeat(retained, counts)
             words = task.work.read_array(f"{signed.prefix}.{ending}", "<u8")
             columns.setdefault(ending, []).append(words.reshape(len(rows), -1)[rows] if len(rows) else words)
-    arrays: dict[str, Any] = {ending: np.concatenate(parts) for ending, parts in sorted(columns.items())}
+    arrays: dict[str, Any] = {  # Empty parts do not know their columns.
+        ending: np.concatenate([part for part in parts if len(part)] or parts[:1])
+        for ending, parts in sorted(columns.items())
+    }
     with task.out.open(_NAME.format(task.index), replace=True) as file:
         np.savez(file, settings=np.frombuffer(_settings(task.config), np.uint8), documents=documents, **arrays)
         return hash_file(file)
