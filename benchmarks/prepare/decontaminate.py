@@ -24,7 +24,7 @@ from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder, passages
 from benchmarks.prepare.peers import ask
 from forebay.formats.records import Record
-from forebay.prepare.decontaminate.stage import Decontaminate
+from forebay.prepare.decontaminate import Decontaminate
 
 INSTANCES, PLANTED = 1000, 200
 

@@ -19,9 +19,9 @@ from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.clean.pii import KINDS, Pii
 from forebay.prepare.clean.toxic import Toxic
 from forebay.prepare.clean.unicode import Unicode
-from forebay.prepare.decontaminate.stage import Decontaminate
+from forebay.prepare.decontaminate import Decontaminate
 from forebay.prepare.documents import Stage
-from forebay.prepare.extract.stage import Extract
+from forebay.prepare.extract.extractors import Extract
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.code import Code
 from forebay.prepare.filters.language import Language

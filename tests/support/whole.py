@@ -141,7 +141,7 @@ def small_tasks() -> None:
     """Small pieces and buckets, in this process, which plans."""
     from forebay.formats import text as lines
     from forebay.prepare import inputs as sources
-    from forebay.prepare.outputs import dataset as finish
+    from forebay.prepare.outputs import tokens as finish
     from forebay.prepare.tasks import shuffle
 
     sources.GROUP_BYTES = lines.SPLIT_BYTES = 1 << 15
@@ -192,7 +192,7 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     from forebay.errors import ForebayError
     from forebay.prepare import driver as pipeline
     from forebay.prepare import load_recipe
-    from forebay.prepare.outputs import dataset as finish
+    from forebay.prepare.outputs import tokens as finish
 
     small_tasks()
     if "WHOLE_UNLUCKY" in os.environ:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from forebay.prepare.settings import Json
 from forebay.units import format_bytes, format_seconds
 
 Entry = Mapping[str, Any]
@@ -107,13 +108,14 @@ def rates(report: Entry) -> Iterator[Sequence[str]]:
         yield name, count(rate["dropped"]), share(rate["dropped"], sample["documents"]), shown
 
 
-def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] | None = None) -> dict[str, Any]:
+def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] | None = None) -> Json:
     """A histogram to draw: rectangles [x, y, width, height, side, words], lines at thresholds, labels of the bounds.
 
     The height of a bar is the square root of its count, so that small ones are seen. `bounds`: of the axis. The same in
     words: `label`, and `figures`, a row for each bar.
     """
     edges, retained, dropped = data["edges"], data["kept"], data["dropped"]
+    sides = list(zip(edges, edges[1:], retained, dropped))
     thresholds = [value for value in thresholds if math.isfinite(value)]
     bounds = bounds or (min(edges[0], *thresholds), max(edges[-1], *thresholds))
     scale = math.log if data.get("log") and bounds[0] > 0 else float
@@ -124,7 +126,7 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
         return round(WIDTH * (scale(value) - low) / (high - low), 1) if high > low else 0.0
 
     bars = []
-    for first, last, stays, goes in zip(edges, edges[1:], retained, dropped):
+    for first, last, stays, goes in sides:
         full = HEIGHT * math.sqrt((stays + goes) / top) if top else 0.0
         y = HEIGHT
         for side, n in (("kept", stays), ("dropped", goes)):
@@ -139,14 +141,14 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
         "label": f"Histogram: {count(sum(retained))} kept, {count(sum(dropped))} dropped, threshold {limits}",
         "figures": [
             (f"{number(first)} to {number(last)}", count(stays), count(goes))
-            for first, last, stays, goes in zip(edges, edges[1:], retained, dropped) if stays or goes
+            for first, last, stays, goes in sides if stays or goes
         ],
         "bars": bars, "lines": [(x(value), f"threshold {number(value)}") for value in thresholds],
         "low": number(bounds[0]), "high": number(bounds[1]), "width": WIDTH, "height": HEIGHT,
     }  # fmt: skip
 
 
-def rule_charts(report: Entry) -> Iterator[dict[str, Any]]:
+def rule_charts(report: Entry) -> Iterator[Json]:
     """What the page shows of each rule: its chart, other thresholds, and the documents nearest to it."""
     rules = report.get("rules", [])
     max_dropped = sorted((rule["dropped"] for rule in rules), reverse=True)[:3]

@@ -15,9 +15,9 @@ from forebay.arrays import U64
 from forebay.errors import DatasetError, printable
 from forebay.prepare.charts import chart, count, cut, rule_name, share
 from forebay.prepare.report import Report, Table, render_page
+from forebay.prepare.settings import Json
 from forebay.units import format_bytes, format_seconds
 
-Pair = dict[str, Any]
 SIDES = ("a", "b")
 EXAMPLES = 10
 _BUCKETS = 256  # Of ids: memory is that of the largest of them, 16 bytes an id.
@@ -25,7 +25,7 @@ _TOTALS = (("documents_in", "documents read"), ("documents_out", "documents kept
            ("tokens", "tokens"), ("malformed", "malformed"))  # fmt: skip
 
 
-class Comparison(dict[str, Any]):
+class Comparison(Json):
     """What `compare_reports` returns. In a notebook it shows its tables."""
 
     def _repr_html_(self) -> str:
@@ -62,7 +62,7 @@ def compare_reports(a: Report, b: Report) -> Comparison:
     )
 
 
-def _summary(report: Report) -> Pair:
+def _summary(report: Report) -> Json:
     totals = {name: report["totals"].get(name, 0) for name, _ in _TOTALS}
     return {"name": report["name"], "id": report["id"], "totals": totals, "is_sample": "sample" in report}
 
@@ -89,7 +89,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _rules(a: Report, b: Report) -> list[Pair]:
+def _rules(a: Report, b: Report) -> list[Json]:
     """Of each rule the documents that both drop, and their share of all read."""
     counts: dict[tuple[str, str], list[int]] = {}
     for index, report in enumerate((a, b)):
@@ -113,7 +113,7 @@ def _rules(a: Report, b: Report) -> list[Pair]:
     return rules
 
 
-def _thresholds(a: Report, b: Report) -> list[Pair]:
+def _thresholds(a: Report, b: Report) -> list[Json]:
     """What each rule with a threshold measured: the entries of both reports by rule, in the order of the recipe."""
     by_rule: dict[tuple[str, str, str], dict[str, list[Any]]] = {}
     for side, report in zip(SIDES, (a, b)):
@@ -124,7 +124,7 @@ def _thresholds(a: Report, b: Report) -> list[Pair]:
     return [{"stage": s, "reason": r, "kind": k, **sides} for (s, r, k), sides in by_rule.items()]
 
 
-def compare_times(a: Report, b: Report) -> list[Pair]:
+def compare_times(a: Report, b: Report) -> list[Json]:
     """CPU seconds of two runs, by their records: of all, and of each rule and step of either."""
     names = dict.fromkeys([*a["cpu_s"], *b["cpu_s"]])
     total = {"name": "all", "a": sum(a["cpu_s"].values()), "b": sum(b["cpu_s"].values())}
@@ -132,7 +132,7 @@ def compare_times(a: Report, b: Report) -> list[Pair]:
     return [total, *sorted(steps, key=lambda step: -max(step["a"], step["b"]))]
 
 
-def compare_ids(a: Path, b: Path) -> dict[str, Any]:
+def compare_ids(a: Path, b: Path) -> Json:
     """How many ids of two files, one a line, are in both and in one alone, and the first of these.
 
     Memory is bounded for files of any length: ids are compared by 64 bits of their hash, a bucket at a time.
@@ -194,7 +194,8 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
     read = [side["totals"]["documents_in"] for side in (a, b)]
     shares = [n / of if of else 0.0 for n, of in zip(documents, read)]
     totals.insert(2, ("share kept", *(share(n, of) for n, of in zip(documents, read)), _points(shares[1] - shares[0])))
-    yield "Result", ("", "A", "B", "Difference"), totals
+    heads = ("", "A", "B", "Difference")
+    yield "Result", heads, totals
     recipe = [(entry["key"], _value(entry["a"]), _value(entry["b"]), "") for entry in comparison["recipe"]]
     yield "Settings that differ", ("", "A", "B", ""), recipe
     reasons = Counter(rule["reason"] for rule in comparison["rules"])
@@ -203,7 +204,7 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
          *(share(rule[side]["dropped"], total) for side, total in zip(SIDES, read)), _points(rule["difference"]))
         for rule in comparison["rules"]
     ]  # fmt: skip
-    yield "Dropped, of all read", ("", "A", "B", "Difference"), rules
+    yield "Dropped, of all read", heads, rules
     if ids := comparison.get("documents"):
         rows = [(label, count(ids[key]), "", "") for label, key in
                 (("kept by both", "both"), ("by A alone", "only_a"), ("by B alone", "only_b"))]  # fmt: skip
@@ -215,7 +216,7 @@ def comparison_tables(comparison: Report) -> Iterator[tuple[str, Sequence[str], 
             (step["name"], *(format_seconds(step[side]) for side in SIDES), _change([step[side] for side in SIDES]))
             for step in longest
         ]
-        yield "CPU time", ("", "A", "B", "Difference"), rows
+        yield "CPU time", heads, rows
 
 
 def _change(values: Sequence[float]) -> str:

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.plugins import check_code, load_plugin, plugins
-from forebay.prepare.dedup.methods import KINDS, Dedup, Method
+from forebay.prepare.dedup.methods import KINDS, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.recipe import GROUPS, STAGES, Recipe
 from forebay.prepare.scores.base import SCORERS, Score
@@ -83,7 +83,7 @@ def load_recipe(
     if name is not None:
         if name not in recipe_names():
             names, near = ", ".join(recipe_names()), _similar(name, recipe_names())
-            raise UsageError(f"recipe {name!r}: expected one of {names}; a file goes with --config{near}")
+            raise UsageError(f"recipe {name!r}: expected one of {names}; a file goes with --config.{near}")
         layers.append((f"{name}.toml", tomllib.loads(recipe_text(name))))
     if config is not None:
         layers.append((str(config), read_toml(config)))
@@ -107,9 +107,14 @@ def apply_settings(
     recipe = _build_recipe(layers, recipe, True)
     own = tuple(item for item in dedup if not isinstance(item, str))
     objects = tuple(item for item in filters if not isinstance(item, str))
-    if own:
-        recipe = dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=(*recipe.dedup.own, *own)))
-    return dataclasses.replace(recipe, stages=(*recipe.stages, *objects))
+    return dataclasses.replace(_with_methods(recipe, own), stages=(*recipe.stages, *objects))
+
+
+def _with_methods(recipe: Recipe, own: Sequence[Method]) -> Recipe:
+    """The recipe with more methods of deduplication."""
+    if not own:
+        return recipe
+    return dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=(*recipe.dedup.own, *own)))
 
 
 def stage_group(name: str) -> tuple[str, ...]:
@@ -118,7 +123,7 @@ def stage_group(name: str) -> tuple[str, ...]:
         return GROUPS[name]
     if name not in STAGES and name not in plugins("forebay.filters"):
         names = [*GROUPS, *STAGES]
-        raise UsageError(f"--filter {name!r}: expected some of {', '.join(names)}{_similar(name, names)}")
+        raise UsageError(f"--filter {name!r}: expected some of {', '.join(names)}.{_similar(name, names)}")
     return (name,)
 
 
@@ -182,11 +187,9 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
                     stages.append(_stage(name, {} if table is True else table, path, allow_code, before))
         else:
             raise _unknown_key((name,), [*names, "score", *STAGES])
-    settings["dedup"], own = _own_methods(settings.get("dedup", {}), base.dedup, allow_code)
+    settings["dedup"], own = _own_methods(settings.get("dedup", {}), allow_code)
     recipe: Recipe = _build(Recipe, settings, (), base, allow_code)
-    if own:
-        recipe = dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=own))
-    return dataclasses.replace(recipe, stages=tuple(stages))
+    return dataclasses.replace(_with_methods(recipe, own), stages=tuple(stages))
 
 
 def _scored(tables: Any, stages: Sequence[Stage], allow_code: bool) -> list[Stage]:
@@ -225,18 +228,18 @@ def _scored(tables: Any, stages: Sequence[Stage], allow_code: bool) -> list[Stag
     return out
 
 
-def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[Method, ...]]:
+def _own_methods(table: Any, allow_code: bool) -> tuple[Any, list[Method]]:
     if not isinstance(table, Mapping):
-        return table, ()
+        return table, []
     names = [name for name, value in table.items() if isinstance(value, Mapping)]
     names += [name for name, value in table.items() if value is True and name in plugins("forebay.dedup")]
-    own = []
+    own: list[Method] = []
     for name in names:
         settings = {} if table[name] is True else table[name]
         path: Keys = ("dedup", name)
         cls = _load_class("forebay.dedup", settings.get("use", name), {}, "a deduplication method", path, allow_code)
         own.append(_build(cls, {key: value for key, value in settings.items() if key != "use"}, path, None, allow_code))
-    return {key: value for key, value in table.items() if key not in names}, (*base.own, *own) if own else ()
+    return {key: value for key, value in table.items() if key not in names}, own
 
 
 def _load_class(group: str, target: Any, built_in: Mapping[str, str], what: str, path: Keys, allow_code: bool) -> Any:
@@ -274,7 +277,7 @@ def _choices(kind: Any) -> Sequence[Any]:
 
 def _similar(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, names, 1)
-    return f". Did you mean {near[0]}?" if near else "."
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:
@@ -340,8 +343,7 @@ def describe(name: str) -> str:
         choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
         if not choices:
             names = [*(n for n in tables if n != "stages"), *STAGES, *(f"score.{n}" for n in SCORERS)]
-            near = difflib.get_close_matches(name, [*names, *recipe_names()], 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = _similar(name, [*names, *recipe_names()])
             raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(names)}.{hint}")
         cls = choices[0]
     lines = [f"[{name}]", "", inspect.cleandoc(cls.__doc__ or ""), ""]

@@ -1,14 +1,13 @@
 """The documents of a run between reading and writing: what is kept of them, and their ids."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forebay.arrays import U8
 from forebay.errors import printable
 from forebay.files import open_atomic
 from forebay.formats.inputs import InputFile, InputSplit
@@ -18,13 +17,12 @@ from forebay.prepare.run import PrepareRun
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.sources import first_rows, source_id
 from forebay.prepare.stats import StageStats
-from forebay.prepare.tasks.statistics import COLUMNS, ExamineTask, add_stats, examine, stats_name
+from forebay.prepare.tasks.statistics import COLUMNS, ExamineTask, FilteredPart, add_stats, examine, stats_name
 from forebay.prepare.tasks.text import TextResult
 from forebay.storage.listing import Skipped
 from forebay.storage.store import Store
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.cutting import Cutter, Flags
     from forebay.prepare.dedup.deduplicate import DedupResult
 
 SKIPPED_FILE = "skipped.jsonl"
@@ -51,29 +49,17 @@ class Corpus:
         """How many inputs failed, and how much of the input that is."""
         return count_failed(self.inputs.skipped, self.inputs.files, self.sampling.read_bytes)
 
-    @property
-    def first_rows(self) -> list[int]:
-        """For each split how many lines or rows its file has in earlier splits."""
-        return list(first_rows(self.splits, (text.places for text in self.texts)))
+    def parts(self) -> Iterator[FilteredPart]:
+        """Yield the documents of each split, with what is dropped and cut of them."""
+        rows = first_rows(self.splits, (text.places for text in self.texts))
+        for index, (split, text, first_row) in enumerate(zip(self.splits, self.texts, rows)):
+            part = FilteredPart(text.part.arrow, text.key, text.documents_out, split, first_row)
+            if self.dedup is not None:
+                from forebay.prepare.dedup.cutting import Cutter
 
-    def arrow(self, index: int) -> str:
-        """The name of a split's documents."""
-        return self.texts[index].part.arrow
-
-    def duplicates(self, index: int) -> "tuple[Flags | None, Cutter | None, str]":
-        """What is dropped and cut of a split, and a name for all that it depends on."""
-        if self.dedup is None:
-            return None, None, ""
-        from forebay.prepare.dedup.cutting import Cutter
-
-        cut = Cutter(self.dedup.cut[index]) if self.dedup.cut else None
-        return self.dedup.drop[index], cut, f"{self.dedup.name} {index}"
-
-    def drop_codes(self, index: int) -> U8:
-        """For each document of a split 0, or 1 + the index of the method that found it a duplicate."""
-        if self.dedup is None:
-            return np.zeros(self.texts[index].documents_out, np.uint8)
-        return self.dedup.drop[index].load()
+                cut = Cutter(self.dedup.cut[index]) if self.dedup.cut else None
+                part = replace(part, drop=self.dedup.drop[index], cut=cut, dedup_name=f"{self.dedup.name} {index}")
+            yield part
 
 
 def write_skipped(store: Store, skipped: Sequence[Skipped]) -> None:
@@ -116,15 +102,7 @@ def examine_kept(run: PrepareRun, corpus: Corpus) -> None:
     reasons = run.recipe.dedup.reasons
     labels = (("", "kept"), *(("dedup", reason) for reason in reasons))
     columns = tuple(corpus.stats.histograms)
-    tasks = []
-    for index, (text, first_row) in enumerate(zip(corpus.texts, corpus.first_rows)):
-        drop, _, name = corpus.duplicates(index)
-        tasks.append(
-            ExamineTask(
-                text.part.arrow, text.key, text.documents_out, corpus.splits[index], first_row, drop, name, labels,
-                columns, corpus.store,
-            )
-        )  # fmt: skip
+    tasks = [ExamineTask(part, labels, columns, corpus.store) for part in corpus.parts()]
     kept_bytes = sum(run.map(examine, tasks))
     retained = add_stats(corpus.store, [stats_name(task) for task in tasks], run.map)
     if corpus.dedup is not None:
@@ -142,12 +120,12 @@ def write_ids(path: Path | None, corpus: Corpus, left_out: Sequence[str]) -> Non
     if path is None:
         return
     with open_atomic(path) as file:
-        for index, (split, first_row) in enumerate(zip(corpus.splits, corpus.first_rows)):
-            codes = corpus.drop_codes(index)
-            codes[corpus.store.read_array(left_out[index], "<u4")] = 1
-            for start, batch in part_batches(corpus.store, corpus.arrow(index), COLUMNS):
+        for part, name in zip(corpus.parts(), left_out):
+            codes = part.drop_codes()
+            codes[corpus.store.read_array(name, "<u4")] = 1
+            for start, batch in part_batches(corpus.store, part.arrow, COLUMNS):
                 rows = np.flatnonzero(codes[start : start + batch.num_rows] == 0)
-                ids = (source_id(split, batch, row, first_row).replace("\n", " ") for row in rows.tolist())
+                ids = (source_id(part.split, batch, row, part.first_row).replace("\n", " ") for row in rows.tolist())
                 file.writelines(id.encode("utf-8", "backslashreplace") + b"\n" for id in ids)
 
 

@@ -30,15 +30,15 @@ from forebay.prepare.extend import open_parent, sign_parent
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
-from forebay.prepare.outputs.dataset import DatasetOutput, ReportOutput
-from forebay.prepare.outputs.megatron import MegatronOutput
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
-from forebay.prepare.progress import Progress, ProgressRecord
+from forebay.prepare.outputs.tokens import DatasetOutput, MegatronOutput, ReportOutput
+from forebay.prepare.progress import RUN_FILE, Progress, ProgressRecord
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError, disk_errors, reserve
 from forebay.prepare.run_tokenizer import open_tokenizer, train
 from forebay.prepare.sampling import Sampling, kind_of
 from forebay.prepare.scores.base import TYPES, annotating, segments, without_scoring
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks import keys
@@ -139,7 +139,7 @@ def prepare_dataset(
     output = next((output for output in OUTPUTS if output.name == to), to)
     if isinstance(output, str):
         raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
-    arguments: dict[str, Any] = {
+    arguments: Json = {
         "name": name,
         "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
         "slice": {"bytes": slice_bytes, "seed": seed},
@@ -188,7 +188,8 @@ def prepare_dataset(
         try:
             return _run(run, _Job(output, sources, own_splits, loaded, strict))
         except TasksFinishedError:
-            progress.leave("all tasks are finished: `forebay prepare --finish` writes the output")
+            if store.exists(RUN_FILE):  # else another process has written the output
+                progress.finish("ended", "all tasks are finished: `forebay prepare --finish` writes the output")
             return PrepareResult(run.path, recipe.name, "", 0, 0, 0, 0)
 
 
@@ -228,12 +229,12 @@ def _describe_text_keys(files: Sequence[InputFile]) -> Iterator[str]:
 
 def _with_recorded_columns(
     recipe: Recipe, files: Sequence[InputFile], notify: Callable[[str], None]
-) -> tuple[Recipe, dict[str, Any]]:
+) -> tuple[Recipe, Json]:
     """The recipe for input that has columns of an earlier run: it reads them, and does not score again.
 
     Also what made those scores, by column. All files must have a column, made in the same way.
     """
-    columns: dict[str, Any] = {}
+    columns: Json = {}
     for number, file in enumerate(files):
         recorded = recorded_columns(file) if file.format == "parquet" else {}
         columns = recorded if number == 0 else {n: c for n, c in columns.items() if recorded.get(n) == c}
@@ -270,9 +271,7 @@ def _name_of(store: Store) -> str:
     return printable_name(path.rstrip("/").rpartition("/")[2])
 
 
-def _find_existing(
-    run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
-) -> PrepareResult | None:
+def _find_existing(run: PrepareRun, output: Output, sources: InputFiles, lineage: Json) -> PrepareResult | None:
     existing = next(
         (candidate for candidate in (output, *OUTPUTS) if candidate.marker and run.store.exists(candidate.marker)),
         None,
@@ -370,7 +369,7 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
         raise
 
 
-def _run_tasks(run: PrepareRun, job: _Job, lineage: dict[str, Any], key: str) -> PrepareResult:
+def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareResult:
     output, sources = job.output, job.sources
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)

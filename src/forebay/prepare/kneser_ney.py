@@ -192,19 +192,13 @@ def _count(work: Path, n: int, below: _Level, number: bool) -> _Level | None:
     if not size:
         return None
 
-    def array(name: str, dtype: type, mode: Literal["r", "w+"] = "w+") -> Array:
+    def array(name: str, dtype: type = np.int64, mode: Literal["r", "w+"] = "w+") -> Array:
         return np.memmap(work / f"{name}{n}", dtype, mode, shape=(size,))
 
-    level = _Level(
-        order=n,
-        keys=array("keys", np.int64, "r"),
-        counts=array("counts", np.int64, "r"),
-        suffix=array("suffix", np.int64),
-        at_start=array("start", np.bool_),
-        adjusted=array("adjusted", np.int64),
-        probability=array("probability", np.float64),
-        backoff=array("backoff", np.float64),
-    )
+    keys, counts = array("keys", mode="r"), array("counts", mode="r")
+    suffixes, at_start, adjusted = array("suffix"), array("start", np.bool_), array("adjusted")
+    probability, backoff = array("probability", np.float64), array("backoff", np.float64)
+    level = _Level(n, keys, counts, suffixes, at_start, adjusted, probability, backoff)
     level.backoff[:] = 1
     for start, keys in _parts(level.keys):
         prefix, word = keys >> _WORD_BITS, keys & _WORD_MASK

@@ -10,13 +10,14 @@ from forebay.formats.inputs import InputFile, check_unchanged
 from forebay.prepare.extend import parent_of
 from forebay.prepare.inputs import InputFiles
 from forebay.prepare.run import PrepareRun
+from forebay.prepare.settings import Json
 from forebay.prepare.tasks import keys
 from forebay.prepare.tokenize import tokenizers
 
 INDEX_FILE = ".inputs.json"
 
 
-def lineage_of(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.TokenizerFile | None) -> dict[str, Any]:
+def lineage_of(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.TokenizerFile | None) -> Json:
     """What a dataset was made of: the inputs, hashed or not, the recipe, the models and the versions."""
     recipe = run.recipe.to_json()
     recipe.pop("name")
@@ -34,9 +35,7 @@ def lineage_of(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.Token
     }
 
 
-def with_hashes(
-    run: PrepareRun, sources: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]
-) -> dict[str, Any]:
+def with_hashes(run: PrepareRun, sources: InputFiles, lineage: Json, sha256s: Mapping[str, str]) -> Json:
     """The lineage with the hash of each input's content; what is not in `sha256s` yet is hashed by the engine.
 
     The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
@@ -62,7 +61,7 @@ def with_hashes(
     return {**lineage, "inputs": inputs}
 
 
-def is_same(run: PrepareRun, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+def is_same(run: PrepareRun, sources: InputFiles, theirs: Mapping[str, Any], lineage: Json) -> bool:
     """Whether a dataset of that lineage was made of the same inputs by the same recipe."""
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:

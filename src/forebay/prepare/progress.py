@@ -24,6 +24,7 @@ from typing import Any, Literal
 from forebay.errors import ForebayError, PrepareError, printable
 from forebay.files import HOST, is_running
 from forebay.prepare.charts import cut
+from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
 from forebay.storage.store import Store, open_store
 from forebay.units import format_bytes
@@ -39,6 +40,11 @@ MAX_LISTED = 20  # Malformed records, messages, and attempts that failed.
 LOG_BYTES = 16 << 10  # As much is kept of a process's last output, and of a traceback.
 _WINDOW_S = 60.0  # The rates follow from the results of this time.
 _DECAY = 0.9  # Each later task lowers a pace's weight by this factor: the first tasks compile kernels.
+_RECORDED = (
+    "name", "output", "key", "state", "error", "started_at", "pid", "member", "num_workers", "tasks", "num_retries",
+    "counts_all", "samples", "rejects",
+)  # fmt: skip
+"""Keys of a record that are attributes of a `ProgressRecord`."""
 _MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES, _MAX_FAILURES, _MAX_INPUTS = 3, 300, 100, 100, 20
 Record = Mapping[str, Any]
 
@@ -122,7 +128,7 @@ def write_failure(work: Store, step: str, name: str, task: Any, failure: Failure
         work.write(path, json.dumps(data).encode("utf-8", "replace"))
 
 
-def read_failures(work: Store) -> list[dict[str, Any]]:
+def read_failures(work: Store) -> list[Json]:
     """Return the last failed attempt of each task that is not finished, latest first; at most 100."""
     failures = []
     for path in list(work.sizes(FAILED))[:_MAX_FAILURES]:
@@ -224,7 +230,7 @@ class StageProgress:
         counts = self.name, self.shown, self.total, self.unit, documents, documents_kept
         return Progress(*counts, remaining_s, per_s, bytes_per_s)
 
-    def to_json(self, num_workers: int, now: float) -> dict[str, Any]:
+    def to_json(self, num_workers: int, now: float) -> Json:
         """Return the stage as it is in a record."""
         shown = self.progress(num_workers, now)
         rates = ("documents_per_s", "bytes_per_s", "remaining_s")
@@ -261,7 +267,7 @@ class ProgressRecord:
     on_progress: Callable[[Progress], None] | None = None
     on_message: Callable[[str], None] | None = None
     clock: Callable[[], float] = time.monotonic
-    workers: Callable[[], list[dict[str, Any]]] = list
+    workers: Callable[[], list[Json]] = list
     skipped: Mapping[str, int] = field(default_factory=dict)
     member: str = ""  # Of a job array: its number.
     result_of: str = "task"  # What the next result is of: "task" of this process, "earlier", "other" processes.
@@ -272,14 +278,14 @@ class ProgressRecord:
         self._stages: dict[str, StageProgress] = {}
         self._stage: StageProgress | None = None
         self._funnel: dict[str, StageCount] = {}
-        self._samples: list[dict[str, str]] = []
-        self._rejects: list[dict[str, str]] = []
-        self._messages: deque[dict[str, Any]] = deque(maxlen=MAX_LISTED)
-        self._retries: deque[dict[str, Any]] = deque(maxlen=MAX_LISTED)
-        self._usage, self._tasks, self._num_retries, self._counts_all = Usage(), 0, 0, False
-        self._started_at, self._earlier_s = time.time(), 0.0
+        self.samples: list[dict[str, str]] = []
+        self.rejects: list[dict[str, str]] = []
+        self._messages: deque[Json] = deque(maxlen=MAX_LISTED)
+        self._retries: deque[Json] = deque(maxlen=MAX_LISTED)
+        self._usage, self.tasks, self.num_retries, self.counts_all = Usage(), 0, 0, False
+        self.started_at, self._earlier_s = time.time(), 0.0
         self._first = self._ticked_at = self._written_at = self.clock()
-        self._state = self._error = self._key = ""
+        self.state = self.error = self.key = ""
         self._engine: Any = None
         self.pid = os.getpid()
 
@@ -290,31 +296,22 @@ class ProgressRecord:
         try:
             yield
         except BaseException as error:
-            self._finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error))
+            self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error))
             raise
         finally:
             _of_thread.record = None
 
-    def complete(self) -> None:
-        """Write the last record, beside the output, which is complete."""
-        self._finish("done")
-
-    def leave(self, reason: str) -> None:
-        """Write that other processes go on, unless the run is complete."""
-        if self.store.exists(RUN_FILE):
-            self._finish("ended", reason)
-
     def start(self, key: str) -> None:
         """Begin to write, and continue the record of an earlier call of that key."""
-        self._state, self._key = "running", key
+        self.state, self.key = "running", key
         with suppress(FileNotFoundError, PrepareError, KeyError, TypeError, ValueError):
             earlier = _parse(self.store, self._file, self.store.read(self._file))
             if earlier["key"] == key:
-                self._funnel, self._samples, self._rejects = _funnel([earlier]), earlier["samples"], earlier["rejects"]
+                self._funnel, self._earlier_s = _funnel([earlier]), float(earlier["wall_s"])
                 self._usage = Usage(dict(earlier["cpu_s"]), earlier["peak_bytes"])
-                self._tasks, self._num_retries = earlier["tasks"], earlier["num_retries"]
-                self._started_at, self._earlier_s = float(earlier["started_at"]), float(earlier["wall_s"])
                 self._retries.extend(earlier["retries"])
+                for name in ("samples", "rejects", "tasks", "num_retries", "started_at"):
+                    setattr(self, name, earlier[name])
         self.write()
 
     @property
@@ -344,7 +341,7 @@ class ProgressRecord:
     def tick(self) -> None:
         """Called while tasks run, about once a second or more often."""
         now, stage = self.clock(), self._stage
-        if self._state == "running" and stage is not None and now - self._ticked_at >= WRITE_S:
+        if self.state == "running" and stage is not None and now - self._ticked_at >= WRITE_S:
             self._ticked_at = now
             if stage.unit == "B":
                 read = sum(map(_read_bytes, self.workers()))
@@ -357,7 +354,7 @@ class ProgressRecord:
             self.on_progress(self._stage.progress(self.num_workers, self.clock()))
 
     def _write_after(self, pause_s: float) -> None:
-        if self._state == "running" and self.clock() - self._written_at >= max(pause_s, self.store.write_pause_s):
+        if self.state == "running" and self.clock() - self._written_at >= max(pause_s, self.store.write_pause_s):
             self.write()
 
     def add(self, usage: Usage, counts: TaskCounts | None, seconds: float | None = None) -> None:
@@ -369,15 +366,15 @@ class ProgressRecord:
             cpu_s += sum(counts.seconds.values())
             self._count(counts.funnel)
             self._sample(counts.samples)
-            self._rejects = [*self._rejects, *counts.rejects][:MAX_LISTED]
+            self.rejects = [*self.rejects, *counts.rejects][:MAX_LISTED]
         if self._stage is not None:
             self._stage.cpu_s += cpu_s
-        self._tasks += seconds is not None
+        self.tasks += seconds is not None
         self.task_s = seconds or 0.0
 
     def add_failure(self, failure: Failure) -> None:
         """Count an attempt that failed, and list it."""
-        self._num_retries += failure.kind != "error"  # which ends the run
+        self.num_retries += failure.kind != "error"  # which ends the run
         names = ("kind", "task", "reason", "host", "node", "pid", "attempt", "failed_at")
         self._retries.append({"step": self.step, **{name: getattr(failure, name) for name in names}})
 
@@ -386,11 +383,11 @@ class ProgressRecord:
             self._funnel.setdefault(name, StageCount()).add(count)
 
     def _sample(self, samples: Sequence[dict[str, str]]) -> None:
-        self._samples = _limited([*self._samples, *samples])
+        self.samples = _limited([*self.samples, *samples])
 
     def set_counts(self, stats: StageStats) -> None:
         """Replace the counts by those of all tasks."""
-        self._funnel, self._counts_all = {}, True
+        self._funnel, self.counts_all = {}, True
         self._count(stats.funnel)
         self._sample(TaskCounts.of(stats).samples)
 
@@ -402,10 +399,11 @@ class ProgressRecord:
         if self.on_message is not None:
             self.on_message(text)
 
-    def _finish(self, state: str, error: str = "") -> None:
-        if self._state == "running":
+    def finish(self, state: str, error: str = "") -> None:
+        """Write how the run ended; if it is `done`, beside the output, which is complete."""
+        if self.state == "running":
             self._stop_stage()
-            self._state, self._error = state, error
+            self.state, self.error = state, error
             self.write()
 
     def _stop_stage(self) -> None:
@@ -415,40 +413,36 @@ class ProgressRecord:
     def write(self) -> None:
         """Replace the file. While the run lasts it is not flushed to disk, which would keep the run waiting."""
         self._written_at = self.clock()
-        is_done = self._state == "done"
+        is_done = self.state == "done"
         record = self.all_members() if is_done else self.to_json()
         data = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
         with suppress(OSError, ForebayError):  # a full disk, which the run reports
             self.store.write(FINISHED_FILE if is_done else self._file, data, flush=is_done)
 
-    def all_members(self) -> dict[str, Any]:
+    def all_members(self) -> Json:
         """Return the record, with those of the members of a job array."""
         own = self.to_json()
         with suppress(OSError, ForebayError):
             members = {name: record for name, record in _read_running(self.store).items() if name != self._file}
-            return merge([own, *(record for record in members.values() if record["key"] == self._key)])
+            return merge([own, *(record for record in members.values() if record["key"] == self.key)])
         return own
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the record of this process."""
         now, counts = self.clock(), list(self._funnel.values())
         self.num_workers = getattr(self._engine, "num_workers", 0) or self.num_workers
-        is_running = self._state == "running"
+        is_running = self.state == "running"
         return {
-            "version": VERSION, "name": self.name, "output": self.output, "key": self._key,
-            "state": self._state, "error": self._error, "started_at": self._started_at, "updated_at": time.time(),
-            "wall_s": round(self._earlier_s + now - self._first, 3), "host": HOST, "pid": self.pid,
-            "member": self.member, "members": [], "num_workers": self.num_workers,
+            **{name: getattr(self, name) for name in _RECORDED}, "version": VERSION, "updated_at": time.time(),
+            "wall_s": round(self._earlier_s + now - self._first, 3), "host": HOST, "members": [],
             "workers": [{"step": self.step, "member": self.member, **w} for w in self.workers() if is_running],
-            "tasks": self._tasks, "num_retries": self._num_retries, "retries": list(self._retries),
+            "retries": list(self._retries), "skipped": dict(self.skipped), "messages": list(self._messages),
             "stage": self._stage.name if is_running and self._stage is not None else "",
             "stages": [stage.to_json(self.num_workers, now) for stage in self._stages.values()],
             "documents_in": counts[0].documents_in if counts else 0,
             "documents_out": counts[-1].documents_out if counts else 0,
             "malformed": counts[0].dropped["malformed"] if counts else 0,
-            "funnel": _funnel_to_json(self._funnel), "counts_all": self._counts_all,
-            "samples": self._samples, "rejects": self._rejects,
-            "skipped": dict(self.skipped), "messages": list(self._messages),
+            "funnel": _funnel_to_json(self._funnel),
             "cpu_s": {name: round(seconds, 3) for name, seconds in self._usage.seconds.items()},
             "peak_bytes": self._usage.peak_bytes,
         }  # fmt: skip
@@ -483,12 +477,12 @@ def _funnel(records: Sequence[Record]) -> dict[str, StageCount]:
     return funnel
 
 
-def _funnel_to_json(funnel: Mapping[str, StageCount]) -> list[dict[str, Any]]:
+def _funnel_to_json(funnel: Mapping[str, StageCount]) -> list[Json]:
     names = ("documents_in", "documents_out", "dropped", "changed")
     return [{"stage": stage, **{name: getattr(count, name) for name in names}} for stage, count in funnel.items()]
 
 
-def read_progress(out: str | os.PathLike[str]) -> dict[str, Any]:
+def read_progress(out: str | os.PathLike[str]) -> Json:
     """Return the record of the preparation in a directory or bucket, as in the module's docstring.
 
     Raises:
@@ -530,11 +524,11 @@ def running_files(store: Store) -> dict[str, bytes]:
     return files
 
 
-def _read_running(store: Store) -> dict[str, dict[str, Any]]:
+def _read_running(store: Store) -> dict[str, Json]:
     return {name: _parse(store, name, data) for name, data in running_files(store).items()}
 
 
-def _parse(store: Store, name: str, data: bytes) -> dict[str, Any]:
+def _parse(store: Store, name: str, data: bytes) -> Json:
     path = f"{store.url}/{name}"
     try:
         record = json.loads(data)
@@ -558,7 +552,7 @@ def process_state(record: Record) -> str:
     return "silent" if time.time() - record["updated_at"] > SILENT_S else "running"
 
 
-def merge(records: Sequence[Record]) -> dict[str, Any]:
+def merge(records: Sequence[Record]) -> Json:
     """Return the record of a run, of the records of its processes: what each did, and how far they are together."""
     if len(records) == 1 and not records[0]["member"]:
         gone = {"state": "interrupted", "error": "the process is gone: killed, or out of memory", "workers": []}
@@ -613,7 +607,7 @@ def _common_state(members: Sequence[Record]) -> tuple[str, str]:
     return "interrupted", f"{len(gone)} of {len(members)} processes are gone, the others were stopped"
 
 
-def _merged_stages(records: Sequence[Record], active: Sequence[Record]) -> list[dict[str, Any]]:
+def _merged_stages(records: Sequence[Record], active: Sequence[Record]) -> list[Json]:
     """Return the stages over all processes: at least what one has seen, or all did and what was done before them."""
     by_name: dict[str, list[tuple[bool, Record]]] = {}
     for record in records:

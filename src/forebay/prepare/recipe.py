@@ -1,7 +1,7 @@
 """The recipe: everything that decides the bytes of a dataset. Each table of its file is a frozen dataclass here."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -9,13 +9,12 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.settings import Code, Positive, Settings, Share, plain
+from forebay.prepare.settings import Code, Json, Positive, Settings, Share, plain
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
-from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations, Template
-from forebay.prepare.tokenize.fim import FillInTheMiddle
+from forebay.prepare.tokenize.renderings import TEMPLATES, Conversations, FillInTheMiddle, Template
 
 STAGES = {
-    "extract": "forebay.prepare.extract.stage:Extract",
+    "extract": "forebay.prepare.extract.extractors:Extract",
     "unicode": "forebay.prepare.clean.unicode:Unicode",
     "pii": "forebay.prepare.clean.pii:Pii",
     "toxic": "forebay.prepare.clean.toxic:Toxic",
@@ -30,7 +29,7 @@ STAGES = {
     "code": "forebay.prepare.filters.code:Code",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
-    "decontaminate": "forebay.prepare.decontaminate.stage:Decontaminate",
+    "decontaminate": "forebay.prepare.decontaminate:Decontaminate",
     "select": "forebay.prepare.scores.columns:Select",
     "subset": "forebay.prepare.scores.columns:Subset",
     "repeat": "forebay.prepare.scores.columns:Repeat",
@@ -97,7 +96,7 @@ class Rows(Settings):
             return Conversations(self.max_tokens, TEMPLATES[self.template], self.too_long)
         return Conversations(self.max_tokens, Template(), self.too_long, self._chat_template())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The settings with the template itself in place of its path."""
         template = self.template if self.template in TEMPLATES else self._chat_template()
         return {**{item.name: getattr(self, item.name) for item in fields(self)}, "template": template}
@@ -151,7 +150,7 @@ class Recipe(Settings):
         if self.rows is not None and self.rows.template not in TEMPLATES and not self.read.keep_roles:
             object.__setattr__(self, "read", replace(self.read, keep_roles=True))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Every setting, defaults too, as the lineage has it: `stages` is a list of [name, settings]."""
         names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm", "fim")]
         settings = {name: plain(getattr(self, name)) for name in names}

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -34,6 +34,7 @@ from forebay.prepare.charts import (
     short,
 )
 from forebay.prepare.progress import read_progress
+from forebay.prepare.settings import Json
 from forebay.storage.addresses import is_url
 from forebay.storage.store import FolderStore, Store, open_store
 from forebay.units import format_bytes, format_seconds
@@ -96,7 +97,7 @@ def write_report(store: Store, report: Report, times: Report | None = None) -> N
     store.write(REPORT_FILE, render(report, times).encode("utf-8"))
 
 
-class PreparationReport(dict[str, Any]):
+class PreparationReport(Json):
     """The contents of a report. In a notebook it shows its figures and its funnel."""
 
     def _repr_html_(self) -> str:
@@ -294,7 +295,7 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
 def _tables(report: Report) -> Iterator[Table]:
     total = _documents_in(report)
     failed = [item for item in report.get("skipped_files", []) if item.get("status") == "failed"]
-    failures = [(item.get("path", ""), format_bytes(item.get("bytes", 0)), item.get("reason", "")) for item in failed]
+    failures = _rows(failed, path=str, bytes=format_bytes, reason=str)
     yield Table("Inputs that failed", ("Name", "Missing", "Reason"), failures, file="skipped.jsonl")
     yield Table("Sample", ("", ""), list(sample_lines(report)))
     heads = ("Rule", "Sampled documents", "Share", "Interval of 95 %")
@@ -311,14 +312,9 @@ def _tables(report: Report) -> Iterator[Table]:
     description = "After each stage; − dropped, by rule, of which there are samples below; ~ texts that were changed."
     yield Table("Funnel", ("Stage, rule", "Documents", "Of all", "bar"), stages, description)
     listed = report.get("contamination", {})
-    sets = [
-        (s.get("name", ""), *(count(s.get(key, 0)) for key in ("instances", "too_short", "ngrams", "documents")))
-        for s in listed.get("sets", [])
-    ]
+    sets = _rows(listed.get("sets"), name=str, instances=count, too_short=count, ngrams=count, documents=count)
     yield Table("Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), sets)
-    hits = [
-        [hit.get(key, "") for key in ("where", "set", "instance", "ngram", "text")] for hit in listed.get("hits", [])
-    ]
+    hits = _rows(listed.get("hits"), where=str, set=str, instance=str, ngram=str, text=str)
     yield Table(
         "Contaminated documents", ("Document", "Set", "Instance", "Shared words", "Instance's text"), hits,
         "The first of each set.", "contamination.jsonl",
@@ -331,8 +327,7 @@ def _tables(report: Report) -> Iterator[Table]:
             for label, read, retained in bins
         ]
         yield Table(f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), rows)
-    chosen = [(t.get("stage", ""), t.get("column", ""), f"{t.get('percentile', 0):g}", f"{t.get('value', 0):.6g}")
-              for t in report.get("thresholds", [])]  # fmt: skip
+    chosen = _rows(report.get("thresholds"), stage=str, column=str, percentile="{:g}".format, value="{:.6g}".format)
     yield Table("Thresholds by percentiles", ("Stage", "Column", "Percentile", "Value"), chosen)
     for title, key in (("Languages", "languages"), ("Subsets", "subsets")):
         counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get(key, {}).items()]
@@ -344,24 +339,25 @@ def _tables(report: Report) -> Iterator[Table]:
         yield Table(title, (title[:-1], "Read", "Kept", "Share"), values)
     reasons = [(reason, count(n)) for reason, n in report.get("rejected", {}).items()]
     yield Table("Malformed records, by reason", ("Reason", "Records"), reasons, file="rejects.jsonl")
-    rejects = [(r.get("where", ""), r.get("reason", "")) for r in report.get("rejects", [])[:MAX_REJECTS]]
+    rejects = _rows(report.get("rejects"), where=str, reason=str)[:MAX_REJECTS]
     if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
-        rejects.append((f"{count(more)} more are not shown", ""))
+        rejects.append([f"{count(more)} more are not shown", ""])
     yield Table("Malformed records", ("Where", "Reason"), rejects)
     skipped = [(reason, count(n)) for reason, n in report.get("skipped", {}).items()]
     yield Table("Inputs that were not read, by reason", ("Reason", "Files and folders"), skipped, file="skipped.jsonl")
-    names = [[item.get(key, "") for key in ("path", "status", "reason")] for item in report.get("skipped_files", [])]
+    names = _rows(report.get("skipped_files"), path=str, status=str, reason=str)
     yield Table("Inputs that were not read", ("Name", "Status", "Reason"), names)
     inputs = list(report.get("inputs", []))
     if extra := inputs[MAX_INPUTS:]:
         summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
         inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", **summed}]
-    read = [
-        (i.get("name", ""), i.get("format", ""), format_bytes(i.get("bytes", 0)), count(i.get("documents", 0)),
-         count(i.get("malformed", 0)))
-        for i in inputs
-    ]  # fmt: skip
+    read = _rows(inputs, name=str, format=str, bytes=format_bytes, documents=count, malformed=count)
     yield Table("Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), read)
+
+
+def _rows(entries: Sequence[Report] | None, **columns: Callable[[Any], str]) -> list[list[str]]:
+    """A row for each entry: its values by key, as `columns` shows them; nothing for a missing one."""
+    return [[show(entry[key]) if key in entry else "" for key, show in columns.items()] for entry in entries or ()]
 
 
 def _percent(part: float, total: float) -> str:
@@ -382,7 +378,7 @@ def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
         yield f"{short(edges[first])} to {short(edges[last])}", read, retained
 
 
-def _samples(report: Report) -> list[dict[str, Any]]:
+def _samples(report: Report) -> list[Json]:
     """The samples by rule: those that are kept first."""
     groups: dict[tuple[str, str], list[Report]] = {}
     for sample in report.get("samples", []):

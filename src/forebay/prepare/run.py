@@ -30,6 +30,7 @@ from forebay.prepare.progress import (
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.results import Committing, TaskOutput
 from forebay.prepare.sampling import Sampling
+from forebay.prepare.settings import Json
 from forebay.prepare.stats import Usage
 from forebay.storage.listing import count_reasons
 from forebay.storage.store import BUCKET_WRITE_S, Store
@@ -76,13 +77,13 @@ class PrepareResult:
         return open_dataset(self.path)
 
     @cached_property
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Json:
         """The contents of `report.html`: the funnel, distributions, samples of kept and dropped documents."""
         from forebay.prepare.report import load_report
 
         return load_report(self.path)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The output of `forebay prepare --json`: the same for the same inputs and recipe."""
         names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped", "failed")
         return {name: getattr(self, name) for name in names}
@@ -222,7 +223,7 @@ class PrepareRun:
 
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
-) -> dict[str, Any]:
+) -> Json:
     """What `prepare_dataset` would do: files and bytes by format, reasons why others are left out, tasks, the recipe.
 
     Reads the first bytes of each file.

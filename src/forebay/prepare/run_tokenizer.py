@@ -12,7 +12,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.prepare.engines.base import TICK_S
 from forebay.prepare.extend import check_extension, parent_tokenizer
 from forebay.prepare.outputs.base import Output
-from forebay.prepare.outputs.dataset import DatasetOutput
+from forebay.prepare.outputs.tokens import DatasetOutput
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
 from forebay.prepare.sampling import TRAINING

@@ -11,10 +11,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from forebay.formats.inputs import InputSplit
 from forebay.machine import num_cores
+from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks.statistics import Map, add_stats, read_stats
 from forebay.prepare.tasks.text import TextResult
@@ -135,6 +135,11 @@ class Sampling:
             variance += unread * number / max(1, number - 1) * sum((value - mean) ** 2 for value in values)
         return math.sqrt(variance) / sum_of_totals if sum_of_totals else 0.0
 
+    def relative_error(self, scales: Sequence[float], counts: Sequence[float]) -> float:
+        """Return the standard error of the sum of counts, as a share of it; splits count by their sizes and scales."""
+        sizes = [split.bytes * scale for split, scale in zip(self.splits, scales)]
+        return self.error(sizes, counts) * sum(sizes) / sum(counts) if sum(counts) else 0.0
+
 
 def kind_of(split: InputSplit) -> str:
     """Return the format of a split, and its compression: what its pace and its documents depend on."""
@@ -163,7 +168,7 @@ def interval(dropped: int, documents: int, error: float, documents_share: float,
 
 def describe_sample(
     sampling: Sampling, texts: Sequence[TextResult], stats: StageStats, usage: Usage, figures: Mapping[str, float]
-) -> dict[str, Any]:
+) -> Json:
     """What the report has of a sample: `sample` and `estimate`, and `cost`, which alone differs between runs.
 
     Args:
@@ -199,13 +204,12 @@ def _estimate(sampling: Sampling, texts: Sequence[TextResult], name: str, figure
     counts: list[float] = [getattr(text, kind) for text in texts]
     if not figures[kind] or not sum(counts) or z is None:
         return [round(expected)]
-    sizes = [split.bytes * share for split, share in zip(sampling.splits, sampling.shares)]
-    relative = sampling.error(sizes, counts) * sum(sizes) / sum(counts)
+    relative = sampling.relative_error(sampling.shares, counts)
     half = z * expected * math.hypot(relative, math.sqrt((1 - sampling.documents_share) / figures[kind]))
     return [round(expected), round(max(0.0, expected - half)), round(expected + half)]
 
 
-def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> dict[str, Any]:
+def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> Json:
     """CPU seconds by stage, of the sample and of the whole input; and its time with a process a core.
 
     What a process needs once (`start`: imports, models, compiled code) is not multiplied; nor is `hash`, the hashing of
@@ -225,9 +229,7 @@ def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> dict[str, Any]:
     wall_s = [expected]
     if z is not None:
         spent = [us + counts[OTHER_US] * sampling.scale for us, counts in zip(read, sampling.counts)]
-        sizes = [split.bytes * scale for split, scale in zip(sampling.splits, sampling.read_scales)]
-        relative = sampling.error(sizes, spent) * sum(sizes) / sum(spent) if sum(spent) else 0.0
-        error = math.hypot(_CLOCK_ERROR, z * relative)
+        error = math.hypot(_CLOCK_ERROR, z * sampling.relative_error(sampling.read_scales, spent))
         wall_s += [expected / (1 + error), expected * (1 + error)]
     return {
         "cpu_s": stages, "whole_cpu_s": round(total_s, 2), "processes": processes,

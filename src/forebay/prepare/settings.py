@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forebay.errors import UsageError
 
+Json = dict[str, Any]  # An object of JSON.
 Number = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -82,7 +83,8 @@ class Settings:
 def check_fields(settings: Any) -> None:
     """Check the fields of a dataclass that was just made; lists become tuples, so that it can be hashed.
 
-    Defaults, and objects that no file can hold (a stage of one's own may have such), are taken as they are.
+    Defaults, and objects that no file can hold (a stage of one's own may have such), are taken as they are. The
+    field that its class names in `required`, with what it has to be, may not be left empty.
     """
     cls: Any = type(settings)
     for item in dataclasses.fields(cls):
@@ -96,6 +98,10 @@ def check_fields(settings: Any) -> None:
         fitted = fit(field_types(cls)[item.name], value, item.name)
         if isinstance(fitted, tuple):
             object.__setattr__(settings, item.name, fitted)
+    if required := getattr(cls, "required", None):
+        name, what = required
+        if not getattr(settings, name):
+            raise UsageError(f"{name}: expected {what}, got none")
 
 
 def plain(value: Any) -> Any:

@@ -31,7 +31,7 @@ from forebay import prepare_dataset
 from forebay.formats import text as lines
 from forebay.prepare import load_recipe
 from forebay.prepare.dedup import deduplicate as dedup
-from forebay.prepare.outputs import dataset as finish
+from forebay.prepare.outputs import tokens as finish
 from forebay.prepare.tasks import shuffle
 
 # Constants as much smaller as the input is: it is many splits and many runs.

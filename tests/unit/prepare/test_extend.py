@@ -110,6 +110,12 @@ def test_new_documents_are_compared_with_the_parents(tmp_path, methods: str, mon
     assert grow(tmp_path / "second", tmp_path / "without", **dedup).documents_out == 23
 
 
+def test_inputs_without_documents_leave_no_signatures(tmp_path):
+    empty, full = write_jsonl(tmp_path / "a.jsonl", [" "]), write_jsonl(tmp_path / "b.jsonl", ["a text", "another"])
+    result = prepare([empty, full], tmp_path / "out", settings={"dedup": {"exact": True, "signatures": True}})
+    assert len(np.load(tmp_path / "out/signatures-000000.npz")["exact"]) == result.documents_out == 2
+
+
 def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path):
     dedup = {"dedup": {"exact": True, "lines": True, "signatures": True}}
     first, second = write_texts(tmp_path / "first", 0, 30), write_texts(tmp_path / "second", 30, 10)
@@ -270,7 +276,7 @@ def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(old: Path, 
 
     for extend in (plans[1], plans[0], plans[1]):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("forebay.prepare.outputs.dataset.Manifest.of", stop)
+            patch.setattr("forebay.prepare.outputs.tokens.Manifest.of", stop)
             grow(second, tmp_path / "out", extend, **sizes)
     assert grow(second, tmp_path / "out", plans[0], **sizes).id == expected.id
     verified = verify_dataset(tmp_path / "out")

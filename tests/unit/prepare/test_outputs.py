@@ -16,7 +16,7 @@ from forebay.errors import UsageError
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.sources import open_source, open_table
 from forebay.formats.token_stream import documents
-from forebay.prepare.outputs import megatron
+from forebay.prepare.outputs import tokens as token_outputs
 from forebay.prepare.outputs.text import SUFFIXES
 from forebay.storage.store import FolderStore
 from support.outputs import RECIPE, make_outputs, output, prepare_output
@@ -71,7 +71,7 @@ def test_tokens_are_those_of_the_dataset_in_its_order(outputs: Path, corpus: Pat
     for name in ("tokenizer.json", "../dataset.ids"):
         assert (outputs / "megatron" / name).read_bytes() == (outputs / "dataset" / name).read_bytes()
     # Pieces that begin and end inside documents and at their ends.
-    monkeypatch.setattr(megatron, "MAX_TOKENS", 13)
+    monkeypatch.setattr(token_outputs, "MAX_TOKENS", 13)
     prepare_output("megatron", corpus, tmp_path / "out")
     assert output(tmp_path / "out") == output(outputs / "megatron")
 

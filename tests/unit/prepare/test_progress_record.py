@@ -53,7 +53,7 @@ def test_a_record_has_the_keys_of_its_page_whoever_wrote_it(tmp_path):
             record.notify(message)
         record.write()
         assert read_progress(tmp_path / f"of{member}").keys() == keys, member
-    record.complete()
+    record.finish("done")
     complete = read_progress(tmp_path / "of0")
     assert complete.keys() == keys
     shown = [message["text"] for message in complete["messages"]]
@@ -189,7 +189,7 @@ def test_counts_of_all_tasks_are_not_added_and_a_finished_record_wins(tmp_path):
     assert merged["documents_in"] == 50 and merged["funnel"][0]["documents_out"] == 40
     record = ProgressRecord(open_store(tmp_path), "d", "dataset", 1)
     record.start(KEY)
-    record.complete()
+    record.finish("done")
     member(tmp_path, "3").write()
     assert (tmp_path / MEMBERS / "3.json").exists() and read_progress(tmp_path)["state"] == "done"
 

@@ -1,6 +1,5 @@
 """Measurements of rules with thresholds: exact counts, the nearest documents, and the same for any cut of batches."""
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from forebay import text_filter
 from forebay.errors import PrepareError
 from forebay.prepare import Measure
 from forebay.prepare.documents import Stage, StageResult
-from forebay.prepare.thresholds import NEAREST, ThresholdTable, neighbours
+from forebay.prepare.stats import NEAREST, StageStats, ThresholdTable, neighbours
 from support.preparing import prepare, write_jsonl
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 60).map(float) | st.just(math.nan), min_size=1, max_size=60)
@@ -43,7 +42,9 @@ def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
     cut = data.draw(st.integers(0, len(values)))
     full, parts = table(values, 0, len(values), low, high), ThresholdTable()
     for start, stop in ((cut, len(values)), (0, cut)):
-        parts.add(ThresholdTable.from_json(json.loads(json.dumps(table(values, start, stop, low, high).to_json()))))
+        stats = StageStats()
+        stats.measured = table(values, start, stop, low, high)
+        parts.add(StageStats.from_json(stats.to_json()).measured)
     report = full.report(["stage"])
     assert report == parts.report(["stage"])
     reached = [v for row, v in enumerate(values) if row % 3 != 1 and not math.isnan(v)]

@@ -10,7 +10,7 @@ from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.clean.pii import Pii
 from forebay.prepare.clean.toxic import Toxic
 from forebay.prepare.clean.unicode import Unicode
-from forebay.prepare.decontaminate.stage import Decontaminate
+from forebay.prepare.decontaminate import Decontaminate
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.language import Language

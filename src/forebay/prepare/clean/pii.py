@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal, get_args
 
 import numpy as np
@@ -142,9 +143,15 @@ class Pii(Stage):
 
     def find(self, column: pa.LargeStringArray) -> Spans:
         """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""
-        spans = self._scanned(column)
-        for entries in (_ids(column, self._selected & IDS), _keys(column) if "key" in self._selected else ()):
-            spans = _over(spans, _apart(entries))
+        spans, ids = self._scanned(column), self._selected & IDS
+        searches = [functools.partial(_ids, kinds=ids)] * bool(ids) + [_keys] * ("key" in self._selected)
+        offsets, data = text_buffers(column)
+        for search in searches:
+            entries: list[tuple[int, int, int]] = []
+            for first, stop in pairwise(offsets.tolist()):
+                matches = search(data[first:stop].tobytes())
+                entries += _apart((first + start, first + end, kind) for start, end, kind in matches)
+            spans = _over(spans, entries)
         return spans
 
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
@@ -196,12 +203,8 @@ def _over(spans: Spans, entries: Sequence[tuple[int, int, int]]) -> Spans:
     return starts[order], stops[order], np.concatenate((kinds[free], which))[order]
 
 
-def _ids(column: pa.LargeStringArray, kinds: frozenset[str]) -> Iterator[tuple[int, int, int]]:
-    offsets, data = text_buffers(column)
-    if kinds:
-        for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
-            for start, end, kind in find_ids(data[first:stop].tobytes(), kinds):
-                yield first + start, first + end, _NUMBERS[kind]
+def _ids(text: bytes, kinds: frozenset[str]) -> Iterator[tuple[int, int, int]]:
+    return ((start, end, _NUMBERS[kind]) for start, end, kind in find_ids(text, kinds))
 
 
 def _apart(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -212,23 +215,18 @@ def _apart(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return apart
 
 
-def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int, int]]:
-    offsets, data = text_buffers(column)
-    starts = compiled(STARTS)
-    for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
-        text = data[first:stop].tobytes()
-        if not starts.search(text):
-            continue
-        for start, end in _pem_blocks(text):
-            yield first + start, first + end, _KEY
-        for match in compiled("|".join(KEYS)).finditer(text):
-            yield first + match.start(), first + match.end(), _KEY
-        for pattern in RANDOM_KEYS:
-            for match in compiled(pattern).finditer(text):
-                if _random(match.group(1)):
-                    quoted = match.group()[-1:] in b"\"'"  # then what was assigned, else with its beginning
-                    begin = match.start(1) if quoted else match.start()
-                    yield first + begin, first + match.end(1), _KEY
+def _keys(text: bytes) -> Iterator[tuple[int, int, int]]:
+    if not compiled(STARTS).search(text):
+        return
+    for start, end in _pem_blocks(text):
+        yield start, end, _KEY
+    for match in compiled("|".join(KEYS)).finditer(text):
+        yield *match.span(), _KEY
+    for pattern in RANDOM_KEYS:
+        for match in compiled(pattern).finditer(text):
+            if _random(match.group(1)):
+                quoted = match.group()[-1:] in b"\"'"  # then what was assigned, else with its beginning
+                yield match.start(1) if quoted else match.start(), match.end(1), _KEY
 
 
 def _pem_blocks(text: bytes) -> Iterator[tuple[int, int]]:

@@ -25,10 +25,9 @@ from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, wor
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.kernels import text_lengths
-from forebay.prepare.filters.language import LOOK_CHARS, default_model
-from forebay.prepare.filters.languages import language_code
+from forebay.prepare.filters.language import LOOK_CHARS, default_model, language_code
 from forebay.prepare.scores.base import Score
-from forebay.prepare.scores.fasttext import FastText
+from forebay.prepare.scores.classifiers import FastText
 from forebay.prepare.settings import Count, Number, Share, check_fields
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
@@ -211,10 +210,9 @@ def _weight_of_names(text: str, entries: Mapping[str, int]) -> int:
 @functools.lru_cache(maxsize=256)
 def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> tuple[Automaton | None, I64]:
     """The phrases and their weights; None if there is no list for that language, or an empty one."""
-    if lists in ("", SHIPPED):
-        if lists:
-            entries = _shipped().get(language, _shipped().get(language_code(language), {}))
-            return _built({word: 1 for word in entries if word[0] != "+" and word not in allow})
+    if lists == SHIPPED:
+        return _built({word: 1 for word in _listed(language) if word[0] != "+" and word not in allow})
+    if not lists:
         return _built({word: weight for word, weight in _entries(language).items() if weight and word not in allow})
     path = Path(lists)
     if path.is_dir():
@@ -226,8 +224,11 @@ def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> tuple[Autom
 
 def _entries(language: str) -> dict[str, int]:
     """The weight of each entry of a language, ours too."""
-    entries = _shipped().get(language, _shipped().get(language_code(language), {}))
-    return {word.removeprefix("+"): weight for word, weight in entries.items()}
+    return {word.removeprefix("+"): weight for word, weight in _listed(language).items()}
+
+
+def _listed(language: str) -> dict[str, int]:
+    return _shipped().get(language, _shipped().get(language_code(language), {}))
 
 
 def _built(weights: dict[str, int]) -> tuple[Automaton | None, I64]:

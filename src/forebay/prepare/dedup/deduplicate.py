@@ -29,10 +29,9 @@ import pyarrow.compute as pc
 from forebay.arrays import F64, Array
 from forebay.errors import PrepareError
 from forebay.prepare.dedup import pairs
-from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
-from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
+from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut, hash_units
 from forebay.prepare.dedup.methods import Dedup, Overlap, Semantic, Signed, Substring, Unit
-from forebay.prepare.dedup.overlap import sign_ngrams
+from forebay.prepare.dedup.pairs import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.semantic import (
     MAX_CLUSTERS,
     Clustering,
@@ -42,16 +41,14 @@ from forebay.prepare.dedup.semantic import (
     compare_clusters,
     find_centroids,
 )
-from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
-from forebay.prepare.dedup.units import hash_units
+from forebay.prepare.dedup.word_runs import WindowsTask, sign_anchors, sign_ngrams, sign_windows
+from forebay.prepare.tasks.statistics import Map
 from forebay.storage.store import Store
 
 VERSION = 6  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 
-Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
-"""Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
 Step = Callable[[str, Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 OnProgress = Callable[[str, int, int], None]  # (step, steps done, steps in all).
 

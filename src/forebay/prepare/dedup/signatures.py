@@ -19,8 +19,9 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.cutting import Flags
-from forebay.prepare.dedup.deduplicate import VERSION, DedupResult, Map
+from forebay.prepare.dedup.deduplicate import VERSION, DedupResult
 from forebay.prepare.dedup.methods import Dedup, Signed
+from forebay.prepare.tasks.statistics import Map
 from forebay.storage.store import Store
 
 _FILE_DOCUMENTS = 1 << 18
@@ -75,7 +76,10 @@ def write_file(task: KeepTask, scale: int) -> str:
                 rows = np.repeat(retained, counts)
             words = task.work.read_array(f"{signed.prefix}.{ending}", "<u8")
             columns.setdefault(ending, []).append(words.reshape(len(rows), -1)[rows] if len(rows) else words)
-    arrays: dict[str, Any] = {ending: np.concatenate(parts) for ending, parts in sorted(columns.items())}
+    arrays: dict[str, Any] = {  # Empty parts do not know their columns.
+        ending: np.concatenate([part for part in parts if len(part)] or parts[:1])
+        for ending, parts in sorted(columns.items())
+    }
     with task.out.open(_NAME.format(task.index), replace=True) as file:
         np.savez(file, settings=np.frombuffer(_settings(task.config), np.uint8), documents=documents, **arrays)
         return hash_file(file)

@@ -21,6 +21,7 @@ from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.files import HOST
 from forebay.plugins import load_plugin
 from forebay.prepare.progress import Failure, label, name_of
+from forebay.prepare.settings import Json
 from forebay.storage.store import Store
 
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
@@ -61,7 +62,7 @@ class Engine(Protocol):
             weights: The heaviest tasks start first.
         """
 
-    def running(self) -> list[dict[str, Any]]:
+    def running(self) -> list[Json]:
         """The processes that have a task now: `host`, `pid`, the `task` in words and its `name`, `started_at`.
 
         [] if that is not known.
@@ -101,7 +102,7 @@ class Attempts:
         may_start: Callable[[Any], bool] = lambda task: True, on_failure: OnFailure = lambda task, failure: None,
     ) -> None:  # fmt: skip
         order = range(len(tasks)) if weights is None else sorted(range(len(tasks)), key=lambda i: -weights[i])
-        self._tasks = tasks
+        self.tasks = tasks
         self._queue = deque((index, 0) for index in order)
         self._retries: deque[tuple[int, int]] = deque()
         self._alone = False
@@ -125,7 +126,7 @@ class Attempts:
             return self._retries.popleft()
         while self._queue:
             index, scale = self._queue.popleft()
-            if index in self._losses or self._may_start(self._tasks[index]):
+            if index in self._losses or self._may_start(self.tasks[index]):
                 return index, scale
         return None
 
@@ -157,13 +158,13 @@ class Attempts:
 
     def _report_failure(self, index: int, scale: int, kind: Kind, how: str, process: Mapping[str, Any]) -> str:
         """Report an attempt that failed; return the task's name for messages."""
-        task = self._tasks[index]
+        task = self.tasks[index]
         attempt = 1 + scale + self._losses[index]
         self._on_failure(task, Failure(kind, label(task), how, attempt=attempt, **process))
         return f"task {index} ({label(task)})"
 
 
-def state_of(task: Any, pid: int | None = None) -> dict[str, Any]:
+def state_of(task: Any, pid: int | None = None) -> Json:
     """What `Engine.running` says of a task that starts now, by default in this process."""
     state = {"host": HOST, "pid": pid or os.getpid(), "task": label(task), "name": name_of(task)}
     return {**state, "started_at": time.time(), "input": getattr(task, "position", ("", 0))}

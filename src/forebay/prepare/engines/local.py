@@ -25,6 +25,7 @@ from forebay.files import HOST, temporary_path
 from forebay.machine import num_cores
 from forebay.prepare.engines import base, sandbox
 from forebay.prepare.progress import LOG_BYTES
+from forebay.prepare.settings import Json
 from forebay.processes import deferred_signals
 from forebay.storage.store import Store
 
@@ -78,7 +79,7 @@ class _Worker:
         theirs.close()
         self.ready = False
         self.task: tuple[int, int] | None = None
-        self.state: dict[str, Any] = {}
+        self.state: Json = {}
         self.peak_bytes = 0
 
     def start(self, run: Any, task: Any, index: int, scale: int) -> None:
@@ -126,7 +127,7 @@ class LocalEngine(base.Engine):
         self._on_message = on_message
         self._num_workers = workers or num_cores()
         self._workers: list[_Worker] = []
-        self._state: dict[str, Any] = {}  # Of the task that runs in this process.
+        self._state: Json = {}  # Of the task that runs in this process.
         self._updated_at = -base.TICK_S
 
     _runs_tasks_here = True  # Those of one process.
@@ -143,7 +144,7 @@ class LocalEngine(base.Engine):
     def num_workers(self) -> int:
         return self._num_workers
 
-    def running(self) -> list[dict[str, Any]]:
+    def running(self) -> list[Json]:
         return [*filter(None, [self._state]), *(w.state for w in self._workers if w.task is not None)]
 
     def map(
@@ -164,7 +165,7 @@ class LocalEngine(base.Engine):
                     self._tick()
             return
         try:
-            self._map_over_workers(run, tasks, on_done, attempts)
+            self._map_over_workers(run, on_done, attempts)
         except BaseException:
             self.close()
             raise
@@ -176,9 +177,8 @@ class LocalEngine(base.Engine):
     def _tick(self) -> None:
         self.on_tick()
 
-    def _map_over_workers(
-        self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, attempts: base.Attempts
-    ) -> None:
+    def _map_over_workers(self, run: base.TaskFunction, on_done: base.OnDone, attempts: base.Attempts) -> None:
+        tasks = attempts.tasks
         while True:
             running = sum(worker.task is not None for worker in self._workers)
             if tasks and not self._workers and _may_fork():

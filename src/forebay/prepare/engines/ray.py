@@ -22,6 +22,7 @@ from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
 from forebay.prepare.progress import name_of, read_all
 from forebay.prepare.results import Committing
+from forebay.prepare.settings import Json
 from forebay.storage.store import Store
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
@@ -88,12 +89,12 @@ class RayEngine(Engine):
     def num_workers(self) -> int:
         return self._workers or self._cpus
 
-    def running(self) -> list[dict[str, Any]]:
+    def running(self) -> list[Json]:
         return list(self._states().values())
 
-    def _states(self) -> dict[str, dict[str, Any]]:
+    def _states(self) -> dict[str, Json]:
         """What workers have written of the tasks that Ray has, by the name of the task."""
-        states: dict[str, dict[str, Any]] = {}
+        states: dict[str, Json] = {}
         if self._store is not None:
             with contextlib.suppress(OSError, ForebayError, ValueError):
                 states = {
@@ -101,7 +102,7 @@ class RayEngine(Engine):
                 }
         return {name: state for name, state in states.items() if name in self._running_names}
 
-    def _process(self, task: Any) -> dict[str, Any]:
+    def _process(self, task: Any) -> Json:
         """Fields of a Failure of a task: where it ran."""
         state = self._states().get(name_of(task), {})
         return {name: state[name] for name in ("host", "node", "pid") if name in state}
@@ -210,7 +211,7 @@ class RayEngine(Engine):
                 self._on_message(f"engine ray: a cluster of this machine did not start: {reason}. It is started again.")
                 self._ray.shutdown()
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> Json:
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
         if self._address is None:
             local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}

@@ -1,15 +1,20 @@
-"""Extractors: objects that turn the HTML of a page into its main text."""
+"""Extractors: objects that turn the HTML of a page into its main text; and the stage `[extract]`, which uses them."""
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, Protocol
+
+import pyarrow as pa
 
 from forebay.errors import UsageError, package_for
 from forebay.formats.html import HtmlError, parse_html
 from forebay.formats.records import strip_turn_marks
 from forebay.plugins import load_plugin
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
+from forebay.prepare.settings import Code
 
 FOREBAY = "forebay"
 
@@ -119,6 +124,57 @@ def extract_html(
 def _library(name: str, extra: str) -> Any:
     with package_for("extract: this extractor", name, extra):
         return importlib.import_module(name)
+
+
+@dataclass(frozen=True)
+class Extract(Stage):
+    """Replace HTML by the main text of the page; pages without any are dropped. Other documents stay as they are.
+
+    Args:
+        extractor: `forebay`, `trafilatura`, `resiliparse`, an entry point of `forebay.extractors` or `module:Class`.
+        markdown: Mark headings, lists, tables, quotations and code as in Markdown.
+        options: Settings of the extractor, such as `{include_comments = false}` for trafilatura.
+    """
+
+    extractor: Code = FOREBAY
+    markdown: bool = False
+    options: tuple[tuple[str, bool | int | float | str], ...] = ()
+
+    name = "extract"
+    reasons = ("no_text", "malformed")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.extractor == "resiliparse" and self.markdown:
+            raise UsageError("markdown: expected false with the extractor resiliparse, got true")
+
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        """Of the extractor, too."""
+        return f"3 {open_extractor(self.extractor, self.options).version}"
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        """The batch with text in place of HTML; counts `extracted`."""
+        drop = keep_all(batch.num_rows)
+        html = batch.column("html").to_pylist()
+        if not any(html):
+            return StageResult(batch, drop)
+        extractor = open_extractor(self.extractor, self.options)
+        texts = batch.column("text").to_pylist()
+        problems = {}
+        for row, is_html in enumerate(html):
+            if not is_html:
+                continue
+            try:
+                texts[row] = extractor.extract(texts[row], self.markdown)
+            except HtmlError as error:
+                drop[row], texts[row], problems[row] = 1, "", str(error)
+                continue
+            if not texts[row]:
+                drop[row] = 0
+        batch = replace_column(batch, "text", pa.array(texts, pa.large_string()))
+        batch = replace_column(batch, "html", pa.array([False] * batch.num_rows, pa.bool_()))
+        return StageResult(batch, drop, {"extracted": sum(html) - int((drop >= 0).sum())}, problems)
 
 
 __all__ = ["Extractor", "HtmlError", "extract_html", "open_extractor"]

@@ -79,6 +79,17 @@ def context_features(page: ScannedPage, probability: F32) -> F32:
 
 
 @jit(forceinline=True)
+def _ratio(part, total):  # type: ignore[no-untyped-def]
+    return part / max(np.float32(1), total)
+
+
+@jit(forceinline=True)
+def _share_between(cumulated, low, high):  # type: ignore[no-untyped-def]
+    """The ratio of column 1 to column 0 over the blocks [low, high)."""
+    return _ratio(cumulated[high, 1] - cumulated[low, 1], cumulated[high, 0] - cumulated[low, 0])
+
+
+@jit(forceinline=True)
 def _block_element(elements, tag_bits, element):  # type: ignore[no-untyped-def]
     return element if element == 0 or tag_bits[elements[element, TAG]] & 1 else elements[element, BLOCK_PARENT]
 
@@ -272,7 +283,7 @@ def _write_page(f, page, sums, top, shares, num_h1, articles):  # type: ignore[n
         f[4 + k] = shares[k] / page_words
     f[11] = num_h1
     f[12] = sums[top, _SUM_WORDS] / page_words
-    f[13] = sums[top, _SUM_LINKS] / max(np.float32(1), sums[top, _SUM_WORDS])
+    f[13] = _ratio(sums[top, _SUM_LINKS], sums[top, _SUM_WORDS])
     f[14] = articles
     f[15] = sums[0, _SUM_GOOD]
     for k in range(NUM_KINDS):
@@ -309,7 +320,7 @@ def _write_spans(f, column, cumulated, i):  # type: ignore[no-untyped-def]
         low, high = max(0, i - span), min(len(cumulated) - 1, i + span + 1)
         words = max(np.float32(1), cumulated[high, 0] - cumulated[low, 0])
         f[column] = words / (high - low)
-        f[column + 1] = (cumulated[high, 1] - cumulated[low, 1]) / words
+        f[column + 1] = _share_between(cumulated, low, high)
         f[column + 2] = (cumulated[high, 2] - cumulated[low, 2]) / words
         column += 3
     return column
@@ -406,6 +417,14 @@ def _expected_recall(words, probability):  # type: ignore[no-untyped-def]
 
 
 @jit()
+def _write_ratios(f, sums, elements, e, levels):  # type: ignore[no-untyped-def]
+    """The ratio of column 1 to column 0 of the sums of an element and of those around it."""
+    for level in range(levels):
+        f[level] = _ratio(sums[e, 1], sums[e, 0])
+        e = elements[e, BLOCK_PARENT]
+
+
+@jit()
 def _context_features(page, tag_bits, probability, features):  # type: ignore[no-untyped-def]
     elements, blocks = page.elements, page.blocks
     num = len(blocks)
@@ -430,6 +449,7 @@ def _context_features(page, tag_bits, probability, features):  # type: ignore[no
     alike_sums = np.zeros((num_alike, 2), np.float32)
     for e in range(len(elements)):
         alike_sums[alike[e]] += sums[e]
+    sums_of_alike = alike_sums[alike]
     shares, best = _expected_recall(blocks[:, WORDS], probability)
     headings = _headings(page, tag_bits)
     for i in range(num):
@@ -438,38 +458,26 @@ def _context_features(page, tag_bits, probability, features):  # type: ignore[no
         for k, distance in enumerate((-1, 1, -2, 2, -3, 3, -4, 4)):
             j = i + distance
             f[1 + k] = probability[j] if 0 <= j < num else -1
-        column = 9
         e = _block_element(elements, tag_bits, blocks[i, ELEMENT])
-        for _ in range(_LEVELS):
-            f[column] = sums[e, 1] / max(np.float32(1), sums[e, 0])
-            column += 1
-            e = elements[e, BLOCK_PARENT]
-        e = _block_element(elements, tag_bits, blocks[i, ELEMENT])
-        for _ in range(_ALIKE_LEVELS):
-            f[column] = alike_sums[alike[e], 1] / max(np.float32(1), alike_sums[alike[e], 0])
-            column += 1
-            e = elements[e, BLOCK_PARENT]
+        _write_ratios(f[9:], sums, elements, e, _LEVELS)
+        _write_ratios(f[9 + _LEVELS :], sums_of_alike, elements, e, _ALIKE_LEVELS)
         path = path_sums[paths[i]]
-        around = f[column:]
-        around[0] = path[1] / max(np.float32(1), path[0])
-        around[1] = sums[0, 1] / max(np.float32(1), sums[0, 0])
+        around = f[9 + _LEVELS + _ALIKE_LEVELS :]
+        around[0] = _ratio(path[1], path[0])
+        around[1] = _ratio(sums[0, 1], sums[0, 0])
         around[2] = highest
         around[3] = sums[0, 1]
         for k, span in enumerate((5, 15)):
             low, high = max(0, i - span), min(num, i + span + 1)
-            around[4 + k] = (cumulated[high, 1] - cumulated[low, 1]) / max(
-                np.float32(1), cumulated[high, 0] - cumulated[low, 0]
-            )
-        around[6] = cumulated[i, 1] / max(np.float32(1), cumulated[num, 1])
+            around[4 + k] = _share_between(cumulated, low, high)
+        around[6] = _ratio(cumulated[i, 1], cumulated[num, 1])
         heading = headings[i]
         around[8] = probability[heading] if heading >= 0 else -1
-        words = cumulated[i, 0] - cumulated[max(heading, 0), 0]
-        around[9] = (cumulated[i, 1] - cumulated[max(heading, 0), 1]) / max(np.float32(1), words)
+        around[9] = _share_between(cumulated, max(heading, 0), i)
         j = i + 1
         while j < num and headings[j] <= i and j < i + 30:
             j += 1
-        words = cumulated[j, 0] - cumulated[i, 0]
-        around[10] = (cumulated[j, 1] - cumulated[i, 1]) / max(np.float32(1), words)
-        around[7] = (cumulated[num, 1] - cumulated[i + 1, 1]) / max(np.float32(1), cumulated[num, 1])
+        around[10] = _share_between(cumulated, i, j)
+        around[7] = _ratio(cumulated[num, 1] - cumulated[i + 1, 1], cumulated[num, 1])
         around[11] = shares[i]
         around[12] = probability[i] / best

@@ -38,7 +38,9 @@ def page_text(page: ScannedPage, keep: BOOL, markdown: bool) -> str:
             path = int(page.elements[block[ELEMENT], PATH])
             if seen.setdefault(int(block[HASH]), path) != path:
                 continue
-        out.add(data[block[START] : block[STOP]].decode("utf-8", "replace"), int(block[ELEMENT]))
+        element = int(block[ELEMENT])
+        row, cell = page.elements[element, [ROW, CELL]].tolist()
+        out.add(data[block[START] : block[STOP]].decode("utf-8", "replace"), element, row, cell)
     return out.finish()
 
 
@@ -48,8 +50,7 @@ class _Lines:
         self.parts: list[str] = []
         self.row = self.cell = 0
 
-    def add(self, text: str, element: int) -> None:
-        row, cell = int(self.elements[element, ROW]), int(self.elements[element, CELL])
+    def add(self, text: str, element: int, row: int, cell: int) -> None:
         self.parts += ["\t" if row and row == self.row and cell != self.cell else "\n", text]
         self.row, self.cell = row, cell
 
@@ -66,8 +67,7 @@ class _Markdown(_Lines):
         self.is_first_row = False
         self.contexts = {0: _Context()}
 
-    def add(self, text: str, element: int) -> None:
-        row, cell = int(self.elements[element, ROW]), int(self.elements[element, CELL])
+    def add(self, text: str, element: int, row: int, cell: int) -> None:
         heading, item, pre, table, depth, is_numbered = self._ancestors(element)
         if self.pre and pre != self.pre:
             self.parts.append("\n```")

@@ -11,9 +11,8 @@ import pyarrow as pa
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, StageResult, keep_all, replace_column, text_buffers, text_column
-from forebay.prepare.filters.languages import ByLanguage, LanguageStage
-from forebay.prepare.filters.points import decode, encode, kind, room_of, starts_with, trim
-from forebay.prepare.filters.unspaced import word_runs
+from forebay.prepare.filters.language import ByLanguage, LanguageStage
+from forebay.prepare.filters.points import decode, encode, kind, room_of, starts_with, trim, word_runs
 from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
 from forebay.prepare.filters.words import cut_words, tables, word_room
 from forebay.prepare.settings import Count

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, StageResult, check_rules, text_buffers
-from forebay.prepare.filters.languages import ByLanguage, LanguageStage
+from forebay.prepare.filters.language import ByLanguage, LanguageStage
 from forebay.prepare.filters.points import kind, next_point
 from forebay.prepare.filters.word_tables import LETTER, character_table
 from forebay.prepare.settings import Count, Number, Share

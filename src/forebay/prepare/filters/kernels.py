@@ -10,8 +10,17 @@ import pyarrow as pa
 from forebay.arrays import I64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.filters.points import decode, hash_points, kind, look_up, next_point, room_of, table_size, trim
-from forebay.prepare.filters.unspaced import word_runs
+from forebay.prepare.filters.points import (
+    decode,
+    hash_points,
+    kind,
+    look_up,
+    next_point,
+    room_of,
+    table_size,
+    trim,
+    word_runs,
+)
 from forebay.prepare.filters.word_tables import BREAK, SPACE, TERMINAL, UNSPACED, character_table
 from forebay.prepare.filters.words import HAS_LETTER, IS_DENSE, IS_TEXT
 

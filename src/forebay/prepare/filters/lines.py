@@ -17,7 +17,7 @@ from pydantic import Field
 from forebay.arrays import I32, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, StageResult, first_failing, replace_column, text_buffers, text_column
-from forebay.prepare.filters.languages import (
+from forebay.prepare.filters.language import (
     ByLanguage,
     LanguageStage,
     all_stop_words,

@@ -18,7 +18,7 @@ from pydantic import Field
 from forebay.arrays import BOOL, F64, I64, Array
 from forebay.errors import UsageError
 from forebay.prepare.documents import Measure, StageResult, check_rules
-from forebay.prepare.filters.languages import (
+from forebay.prepare.filters.language import (
     UNSPACED,
     ByLanguage,
     LanguageStage,

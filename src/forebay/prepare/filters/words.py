@@ -14,8 +14,7 @@ import pyarrow as pa
 from forebay.arrays import I32, I64, U8, U16, U64
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.filters.points import decode, find, hash_points, kind, look_up, room_of, starts_with
-from forebay.prepare.filters.unspaced import unspaced_word
+from forebay.prepare.filters.points import decode, find, hash_points, kind, look_up, room_of, starts_with, unspaced_word
 from forebay.prepare.filters.word_tables import (
     CURRENCY,
     DIGIT,

@@ -17,8 +17,8 @@ from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import describe_sample
-from forebay.prepare.stats import Usage
-from forebay.prepare.thresholds import bars
+from forebay.prepare.settings import Json
+from forebay.prepare.stats import Usage, bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons
 from forebay.storage.store import Store
@@ -44,9 +44,7 @@ class Output(Protocol):
     def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
         """The name, id and lineage of the output in a store. Raises PrepareError if it is damaged."""
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         """Write everything, `marker` last."""
 
 
@@ -71,9 +69,7 @@ class MarkedOutput(Output):
                 f"{store.url}/{self.marker}: damaged. Choose another directory, or remove this one."
             ) from error
 
-    def conclude(
-        self, run: PrepareRun, corpus: Corpus, content: dict[str, Any], counts: dict[str, Any], lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def conclude(self, run: PrepareRun, corpus: Corpus, content: Json, counts: Json, lineage: Json) -> PrepareResult:
         """Write the report, and the marker with its content."""
         content |= {"name": run.recipe.name, "lineage": {**lineage, "to": self.name, "counts": counts}}
         data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
@@ -101,7 +97,7 @@ def conclude(
     run: PrepareRun,
     corpus: Corpus,
     id: str,
-    counts: dict[str, Any],
+    counts: Json,
     commit: Callable[[], object] = lambda: None,
     unwritten_bytes: int = 0,
 ) -> PrepareResult:
@@ -113,13 +109,13 @@ def conclude(
     report = report_data(run, corpus, id, counts, unwritten_bytes)
     write_report(run.store, report, run.progress.all_members())
     commit()
-    run.progress.complete()
+    run.progress.finish("done")
     run.work.remove_all()
     skipped = count_reasons(corpus.inputs.skipped)
     return PrepareResult(run.path, run.recipe.name, id, **counts, skipped=skipped, failed=corpus.failed)
 
 
-def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int = 0) -> dict[str, Any]:
+def counts_of(corpus: Corpus, documents_out: int, tokens: int = 0, slices: int = 0) -> Json:
     """The counts of a result and of its lineage."""
     counts = {"documents_in": corpus.documents_in, "documents_out": documents_out, "tokens": tokens, "slices": slices}
     return {**counts, "dropped": corpus.stats.dropped()}
@@ -145,9 +141,7 @@ def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
     return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {cause}")
 
 
-def report_data(
-    run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any], unwritten_bytes: int = 0
-) -> dict[str, Any]:
+def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: Json, unwritten_bytes: int = 0) -> Json:
     """The contents of the report, as JSON: the same for the same input, but for the `cost` that a sample has."""
     stats, funnel = corpus.stats, list(corpus.stats.funnel.items())
     return {
@@ -186,7 +180,7 @@ def report_data(
     }
 
 
-def _sample(run: PrepareRun, corpus: Corpus, counts: Mapping[str, Any], unwritten_bytes: int) -> dict[str, Any]:
+def _sample(run: PrepareRun, corpus: Corpus, counts: Mapping[str, Any], unwritten_bytes: int) -> Json:
     if corpus.sampling.is_whole:
         return {}
     folders = (".work/", "slices/", "text/", "tokens/")
@@ -204,7 +198,7 @@ def _sample(run: PrepareRun, corpus: Corpus, counts: Mapping[str, Any], unwritte
     return describe_sample(corpus.sampling, corpus.texts, corpus.stats, usage, figures)
 
 
-def _contamination(run: PrepareRun) -> dict[str, Any]:
+def _contamination(run: PrepareRun) -> Json:
     """What each evaluation set has, in how many documents it was found, and the first of these."""
     stages = [stage for stage in run.recipe.stages if stage.name == "decontaminate"]
     if not stages:
@@ -219,7 +213,7 @@ def _contamination(run: PrepareRun) -> dict[str, Any]:
     return {"contamination": {"sets": list(sets.values()), "hits": hits}}
 
 
-def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
+def _count_inputs(corpus: Corpus) -> list[Json]:
     counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.files}
     for split, text in zip(corpus.splits, corpus.texts):
         if len(split.files) == 1:
@@ -240,16 +234,16 @@ def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(store: Store, name: str) -> Iterator[dict[str, Any]]:
+def _lines(store: Store, name: str) -> Iterator[Json]:
     """The lines of JSON of an object; none if it is missing."""
     if store.exists(name):
         with store.local(name) as path, path.open("rb") as file:
             yield from map(json.loads, file)
 
 
-def _rejects(store: Store) -> dict[str, Any]:
+def _rejects(store: Store) -> Json:
     """The first malformed records, and how many there are by reason; the rarest reasons are counted together."""
-    first: list[dict[str, Any]] = []
+    first: list[Json] = []
     reasons: Counter[str] = Counter()
     for reject in _lines(store, REJECTS_FILE):
         if len(first) < _MAX_REJECTS:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,14 +31,13 @@ from forebay.prepare.recipe import LanguageModel
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
 from forebay.prepare.tasks.keys import hash_json
+from forebay.prepare.tasks.statistics import FilteredPart
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.store import Store
-
-if TYPE_CHECKING:
-    from forebay.prepare.dedup.cutting import Cutter, Flags
 
 MODEL_FILE = "model.arpa"
 SUFFIXES = {
@@ -57,9 +55,7 @@ class TextOutput(MarkedOutput):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         examine_kept(run, corpus)
         content = {"files": [asdict(file) for file in export_files(run, corpus, self.name)]}
         return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
@@ -71,9 +67,7 @@ class LanguageModelOutput(MarkedOutput):
     name = "lm"
     marker = "lm.json"
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
         examine_kept(run, corpus)
@@ -81,45 +75,44 @@ class LanguageModelOutput(MarkedOutput):
         settings = run.recipe.lm or LanguageModel()
         with run.work.scratch() as folder:
             path = folder / MODEL_FILE
-            model = train_lm(_texts(run, corpus), path, order=settings.order, vocab_limit=settings.vocab_limit)
+            model = train_lm(_texts(corpus), path, order=settings.order, vocab_limit=settings.vocab_limit)
             sha256 = put_file(run.store, MODEL_FILE, path).sha256
         content = {"model": {**asdict(model), "sha256": sha256}}
         return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
 
 
-def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
-    for index in range(len(corpus.texts)):
-        codes = corpus.drop_codes(index)
-        _, cut, _ = corpus.duplicates(index)
-        for start, batch in part_batches(corpus.store, corpus.arrow(index), ["text", COPIES]):
-            texts = cut.cut(batch.column("text"), start) if cut is not None else batch.column("text")
-            rows = np.flatnonzero(codes[start : start + batch.num_rows] == 0)
-            if COPIES in batch.schema.names:
-                rows = np.repeat(rows, batch.column(COPIES).to_numpy()[rows])
+def _texts(corpus: Corpus) -> Iterator[str]:
+    for part in corpus.parts():
+        codes = part.drop_codes()
+        for start, batch in part_batches(corpus.store, part.arrow, ["text", COPIES]):
+            texts = part.cut.cut(batch.column("text"), start) if part.cut is not None else batch.column("text")
+            rows = _repeated(batch, np.flatnonzero(codes[start : start + batch.num_rows] == 0))
             yield from texts.take(pa.array(rows)).to_pylist()
+
+
+def _repeated(batch: pa.RecordBatch, rows: I64) -> I64:
+    """Return rows of a batch, each as often as its document is written."""
+    return np.repeat(rows, batch.column(COPIES).to_numpy()[rows]) if COPIES in batch.schema.names else rows
 
 
 @dataclass(frozen=True)
 class ExportTask:
     """The kept documents of one split to `out/text/INDEX.parquet`, or the files of another format.
 
-    With `subsets` each has a folder: `out/text/SUBSET/INDEX.parquet`. `first_row` is `source_ids.first_rows`.
-    `recorded` says what made the columns of scores. `dedup_name` is a hash of all that `drop` and `cut` depend on.
+    With `subsets` each has a folder: `out/text/SUBSET/INDEX.parquet`. `recorded` says what made the columns of scores.
     """
 
     format: str
-    arrow: str
-    documents: int
-    split: InputSplit
-    first_row: int
-    drop: "Flags | None"
-    cut: "Cutter | None"
-    dedup_name: str
+    part: FilteredPart
     work: Store
     out: Store
     index: int
     subsets: tuple[str, ...] = ()
     recorded: str = "{}"
+
+    @property
+    def split(self) -> InputSplit:
+        return self.part.split
 
     @property
     def label(self) -> str:
@@ -133,7 +126,8 @@ class ExportTask:
     @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on."""
-        fields = [_VERSION, self.arrow, self.first_row, self.dedup_name, self.index, self.subsets, self.recorded]
+        part = self.part
+        fields = [_VERSION, part.arrow, part.first_row, part.dedup_name, self.index, self.subsets, self.recorded]
         return hash_json([*fields, self.format])
 
     @property
@@ -153,7 +147,7 @@ class ExportResult:
     documents: int = 0
     left_out: int = 0
     text_bytes: int = 0
-    indexes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    indexes: dict[str, Json] = field(default_factory=dict)
 
 
 def export_files(run: PrepareRun, corpus: Corpus, format: str) -> list[WrittenFile]:
@@ -164,15 +158,10 @@ def export_files(run: PrepareRun, corpus: Corpus, format: str) -> list[WrittenFi
         for subset in subsets:
             run.store.directory(f"text/{subset}")
     recorded = json.dumps({**run.recorded, **recorded_scores(run.recipe.stages)}, sort_keys=True)
-    tasks = []
-    for index, (text, first_row) in enumerate(zip(corpus.texts, corpus.first_rows)):
-        drop, cut, name = corpus.duplicates(index)
-        tasks.append(
-            ExportTask(
-                format, corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, name,
-                run.work, run.store, index, subsets, recorded,
-            )
-        )  # fmt: skip
+    tasks = [
+        ExportTask(format, part, run.work, run.store, index, subsets, recorded)
+        for index, part in enumerate(corpus.parts())
+    ]
     on_result = run.count_tasks("text out", len(tasks), " files")
     sizes = run.store.sizes("text/")
     is_valid = lambda result: all(sizes.get(file.file) == file.bytes for file in result.files)  # noqa: E731
@@ -233,22 +222,19 @@ def export_split(task: ExportTask, scale: int) -> ExportResult:
 
 def _rows(task: ExportTask, subset: str, result: ExportResult, left_out: list[I64]) -> Iterator[pa.RecordBatch]:
     """The documents of a subset with their columns, batch by batch; they are counted in the result."""
-    drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
-    count = 0
-    for start, batch in part_batches(task.work, task.arrow):
+    part, drop, count = task.part, task.part.drop_codes(), 0
+    for start, batch in part_batches(task.work, part.arrow):
         retained = drop[start : start + batch.num_rows] == 0
         if task.subsets:
             retained &= np.asarray(pc.equal(batch.column("subset"), subset))
-        texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
+        texts = part.cut.cut(batch.column("text"), start) if part.cut is not None else batch.column("text")
         empty = np.asarray(pc.equal(texts, ""))  # all of whose lines were cut
         left_out.append(start + np.flatnonzero(retained & empty))
-        rows = np.flatnonzero(retained & ~empty)
-        if COPIES in batch.schema.names:
-            rows = np.repeat(rows, batch.column(COPIES).to_numpy()[rows])
+        rows = _repeated(batch, np.flatnonzero(retained & ~empty))
         if not len(rows):
             continue
         chosen, texts = batch.take(pa.array(rows)), texts.take(pa.array(rows))
-        ids = [source_id(task.split, batch, row, task.first_row) for row in rows.tolist()]
+        ids = [source_id(part.split, batch, row, part.first_row) for row in rows.tolist()]
         columns = {"id": pa.array(ids, pa.large_string()), "url": chosen.column("url"), "text": texts}
         others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
         columns |= {name: chosen.column(name) for name in others}

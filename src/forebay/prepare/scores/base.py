@@ -19,10 +19,10 @@ from forebay.prepare.documents import Stage, StageResult, keep_all, replace_colu
 from forebay.prepare.settings import check_fields, plain
 
 SCORERS = {
-    "fasttext": "forebay.prepare.scores.fasttext:FastText",
+    "fasttext": "forebay.prepare.scores.classifiers:FastText",
     "kenlm": "forebay.prepare.filters.perplexity:Kenlm",
-    "onnx": "forebay.prepare.scores.transformers:Onnx",
-    "transformers": "forebay.prepare.scores.transformers:Transformers",
+    "onnx": "forebay.prepare.scores.classifiers:Onnx",
+    "transformers": "forebay.prepare.scores.classifiers:Transformers",
     "signals": "forebay.prepare.filters.quality:Signals",
     "combine": "forebay.prepare.scores.columns:Combine",
     "bucket": "forebay.prepare.scores.columns:Bucket",

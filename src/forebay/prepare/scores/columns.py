@@ -54,12 +54,11 @@ class Combine(Scorer):
 
     name = "combine"
     version = 1
+    required = ("columns_of", "at least one column")
     is_derived = True
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.columns_of:
-            raise UsageError("columns_of: expected at least one column, got none")
         if self.weights and (len(self.weights) != len(self.columns_of) or self.how in ("max", "min")):
             raise UsageError(f"weights: expected none, or one for each column and mean or sum, got {self.weights!r}")
 
@@ -101,12 +100,11 @@ class Bucket(Scorer):
 
     name = "bucket"
     version = 1
+    required = ("column", "the name of a column")
     is_derived = True
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.column:
-            raise UsageError("column: expected the name of a column, got none")
         if sum(map(bool, (self.thresholds, self.percentiles, self.buckets))) != 1:
             raise UsageError("thresholds: expected one of thresholds, percentiles or buckets")
         for name in ("thresholds", "percentiles"):
@@ -162,11 +160,10 @@ class Select(_Condition):
     missing: Literal["drop", "keep"] = "drop"
 
     version = 1
+    required = ("column", "the name of a column")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.column:
-            raise UsageError("column: expected the name of a column, got none")
         pair = self.keep_percentile
         if pair and not (len(pair) == 2 and pair[0] < pair[1]):
             raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {list(pair)}")
@@ -203,25 +200,24 @@ class Select(_Condition):
         return Between(self.column, thresholds[0], thresholds[1], self.missing)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
-        absent = self.missing == "drop"
         nothing = np.zeros(batch.num_rows, bool)
+        rules: dict[str, Measure | BOOL] = dict.fromkeys(("low", "high", "other", "early", "late"), nothing)
         if self.min is not None or self.max is not None:
             values = number_column(batch, self.column, self.name)
-            low = Measure(values, low=-math.inf if self.min is None else self.min)
-            high = Measure(values, high=math.inf if self.max is None else self.max)
-            return check_rules(batch, self.reasons, (np.isnan(values) & absent, low, high, *[nothing] * 3))
-        texts = named_column(batch, self.column, self.name).cast(pa.large_string()).fill_null("")
-        if self.one_of or self.none_of:
-            missing = _flags(pc.equal(texts, ""))
-            other = ~_flags(pc.is_in(texts, pa.array(self.one_of, texts.type))) if self.one_of else nothing
-            other = other | _flags(pc.is_in(texts, pa.array(self.none_of, texts.type)))
-            return StageResult(
-                batch, first_failing(missing & absent, nothing, nothing, other & ~missing, *[nothing] * 2)
-            )
-        missing = ~_flags(_is_date(texts))
-        early = _flags(pc.less(texts, self.after)) & ~missing if self.after else nothing
-        late = _flags(pc.greater_equal(texts, self.before)) & ~missing if self.before else nothing
-        return StageResult(batch, first_failing(missing & absent, *[nothing] * 3, early, late))
+            missing = np.isnan(values)
+            rules["low"] = Measure(values, low=-math.inf if self.min is None else self.min)
+            rules["high"] = Measure(values, high=math.inf if self.max is None else self.max)
+        else:
+            texts = named_column(batch, self.column, self.name).cast(pa.large_string()).fill_null("")
+            missing = _flags(pc.equal(texts, "")) if self.one_of or self.none_of else ~_flags(_is_date(texts))
+            if self.one_of or self.none_of:
+                other = ~_flags(pc.is_in(texts, pa.array(self.one_of, texts.type))) if self.one_of else nothing
+                rules["other"] = (other | _flags(pc.is_in(texts, pa.array(self.none_of, texts.type)))) & ~missing
+            if self.after:
+                rules["early"] = _flags(pc.less(texts, self.after)) & ~missing
+            if self.before:
+                rules["late"] = _flags(pc.greater_equal(texts, self.before)) & ~missing
+        return check_rules(batch, self.reasons, (missing & (self.missing == "drop"), *rules.values()))
 
 
 def _is_date(texts: pa.Array) -> pa.Array:
@@ -281,11 +277,7 @@ class Repeat(Stage):
     name = "repeat"
     version = 1
     reasons = ("repeat_missing", "repeat_none")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.column:
-            raise UsageError("column: expected the name of a column, got none")
+    required = ("column", "the name of a column")
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         values = number_column(batch, self.column, self.name)

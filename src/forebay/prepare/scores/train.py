@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,7 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.prepare.scores.fasttext_kernels import hash_bytes
 from forebay.prepare.scores.fasttext_model import FastTextModel, load_model
-from forebay.prepare.settings import Positive, Settings
+from forebay.prepare.settings import Json, Positive, Settings
 
 MODEL_FILE, CURVE_FILE = "model.bin", "curve.json"
 LABELS = ("good", "bad")
@@ -66,7 +66,7 @@ def train_classifier(
     out: Path,
     training: ClassifierSettings = ClassifierSettings(),
     read: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
-) -> dict[str, Any]:
+) -> Json:
     """Train on documents of any format of `forebay.formats`; write `model.bin` and `curve.json` to `out`.
 
     Returns:
@@ -244,7 +244,7 @@ def _good_scores(model: FastTextModel, texts: Sequence[bytes]) -> F64:
     return model.probabilities(column)[:, model.label_index(LABELS[0])].astype(np.float64)
 
 
-def _curve(good: F64, others: F64) -> dict[str, Any]:
+def _curve(good: F64, others: F64) -> Json:
     scores = np.concatenate([good, others])
     values, index = np.unique(-scores, return_inverse=True)  # from the highest score down
     kept_good = np.cumsum(np.bincount(index[: len(good)], minlength=len(values)))

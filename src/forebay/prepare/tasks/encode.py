@@ -28,8 +28,7 @@ from forebay.storage.store import FolderStore, Store
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
-    from forebay.prepare.tokenize.conversations import Conversations
-    from forebay.prepare.tokenize.fim import FillInTheMiddle
+    from forebay.prepare.tokenize.renderings import Conversations, FillInTheMiddle
 
 
 TASK_VERSION = 5  # Changed when the same part would give other tokens, so that old results are not used.
@@ -152,16 +151,14 @@ def _encode_batch(
     if task.cut is not None:
         texts = task.cut.cut(texts, first_row)
     if task.drop is not None and drop.any():
-        keep = np.flatnonzero(drop == 0)
-        texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]
+        texts, batch, rows = _taken(np.flatnonzero(drop == 0), texts, batch, rows)
     keys = rows
     if "copies" in batch.schema.names:
         copies = batch.column("copies").to_numpy()
         index = np.repeat(np.arange(len(rows)), copies)
         number = np.arange(len(index)) - np.repeat(np.cumsum(copies) - copies, copies)
-        texts, batch, rows, keys = (
-            texts.take(pa.array(index)), batch.take(pa.array(index)), rows[index], rows[index] + (number << 40)
-        )  # fmt: skip
+        texts, batch, rows = _taken(index, texts, batch, rows)
+        keys = rows + (number << 40)
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
     if task.rendering is None and len(set(rows)) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
         # One giant document (and its copies) in several arrays: its tokens alone may be half a gigabyte.
@@ -181,6 +178,10 @@ def _encode_batch(
     outputs.left_out.append(rows[lengths == 0])
     present = lengths > 0
     outputs.write(tokens, lengths[present], keys[present], _id_lines(task, batch, pa.array(present)))
+
+
+def _taken(index: I64, texts: pa.Array, batch: pa.RecordBatch, rows: I64) -> tuple[pa.Array, pa.RecordBatch, I64]:
+    return texts.take(pa.array(index)), batch.take(pa.array(index)), rows[index]
 
 
 def _id_lines(task: EncodeTask, batch: pa.RecordBatch, present: pa.BooleanArray) -> list[bytes]:

@@ -20,16 +20,16 @@ from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, part_batches
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.scores.base import number_column
-from forebay.prepare.stats import StageStats
+from forebay.prepare.settings import Json
+from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.stages import Rejects, json_line, run_stages
+from forebay.prepare.tasks.stages import Rejects, run_stages
 from forebay.prepare.tasks.statistics import Map
-from forebay.prepare.tasks.text import TextResult, open_documents, with_stats
-from forebay.prepare.thresholds import float_keys, float_of
+from forebay.prepare.tasks.text import TextResult, conclude_task, open_documents
 from forebay.storage.store import Store
 
-SEGMENT_VERSION = 3
+SEGMENT_VERSION = 4
 _MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.
 _BITS = 16
 
@@ -141,22 +141,14 @@ def process_segment(task: SegmentTask, scale: int) -> TextResult:
                 out.add(kept_rows)
     stats.usage.count("dedup", out.signing_s)
     earlier = task.text
-    for ending, count, lines in (
-        ("rejects", earlier.malformed, rejects.rejects), ("hits", earlier.hits, stats.hits),
-    ):  # fmt: skip
-        if count or lines:
-            before = task.store.read(f"{earlier.prefix}.{ending}") if count else b""
-            task.store.write(f"{task.prefix}.{ending}", [before, *map(json_line, lines)])
     result = replace(
         earlier, name=task.name, documents_out=out.documents, bytes_out=out.bytes, signed=out.signed,
         malformed=earlier.malformed + rejects.malformed, hits=earlier.hits + len(stats.hits),
     )  # fmt: skip
-    return with_stats(task.store, stats, result, task.split, rejects.rejects)
+    return conclude_task(task.store, task.split, stats, rejects.rejects, result, earlier)
 
 
-def thresholds_of(
-    store: Store, stage: Any, arrows: Sequence[str], map_tasks: Map
-) -> tuple[Stage, list[dict[str, Any]]]:
+def thresholds_of(store: Store, stage: Any, arrows: Sequence[str], map_tasks: Map) -> tuple[Stage, list[Json]]:
     """The stage with the percentiles that it needs, and a description of each for the report."""
     column, percentiles = stage.percentiles
     values = column_percentiles(store, arrows, column, percentiles, map_tasks)

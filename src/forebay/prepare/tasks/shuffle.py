@@ -11,7 +11,7 @@ it is guessed, and the keys near there are read.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -72,6 +72,12 @@ class EncodedPart:
     @property
     def itemsize(self) -> int:
         return TOKEN_DTYPES[self.dtype].itemsize
+
+
+def count_all(parts: Iterable[EncodedPart]) -> tuple[int, int]:
+    """The documents of all parts, and their tokens."""
+    counts = [(part.documents, part.tokens) for part in parts]
+    return sum(documents for documents, _ in counts), sum(tokens for _, tokens in counts)
 
 
 def document_keys(shuffle: Shuffle, part_name: str, rows: I64) -> U64:

@@ -23,7 +23,7 @@ from forebay.prepare.documents import read_items
 from forebay.prepare.settings import Settings
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, read_parts, write_parts
-from forebay.prepare.tokenize.conversations import TRAINED
+from forebay.prepare.tokenize.renderings import TRAINED
 from forebay.storage.store import Store
 
 PLAN_VERSION = 3

@@ -3,7 +3,6 @@
 Each leaves an object of statistics. They are added in groups, so that no process reads those of all tasks.
 """
 
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from forebay.arrays import BOOL, I64, U64
+from forebay.arrays import BOOL, I64, U8, U64
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.documents import file_batches
 from forebay.prepare.sources import row_position
@@ -23,9 +22,9 @@ from forebay.prepare.tasks.keys import hash_json
 from forebay.storage.store import Store
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.cutting import Flags
+    from forebay.prepare.dedup.cutting import Cutter, Flags
 
-_VERSION = 1  # Changed when the same split would have other statistics.
+_VERSION = 2  # Changed when the same split would have other statistics.
 _GROUP = 256  # Tasks whose statistics are added by one.
 COLUMNS = ("place", "id", "where", "text_bytes", "language", "subset")
 Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
@@ -33,16 +32,15 @@ Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
-class ExamineTask:
-    """The documents of a split that deduplication keeps: their distributions; and samples of these and of copies.
+class FilteredPart:
+    """The documents of a split that passed its stages, and what deduplication does with them.
 
     Args:
         arrow, key: The documents, and the key of random choices.
         first_row: As of `sources.first_rows`.
-        drop: A byte a document, 0 for those that stay, else the index in `reasons`.
-        dedup_name: A hash of all that `drop` depends on.
-        reasons: (stage, reason) by the byte of `drop`.
-        columns: Of numbers, that have distributions.
+        drop: A byte a document, 0 for those to keep, else 1 + the index of the method. None keeps all.
+        cut: Cuts duplicated lines out, if given.
+        dedup_name: A hash of all that `drop` and `cut` depend on.
     """
 
     arrow: str
@@ -50,8 +48,25 @@ class ExamineTask:
     documents: int
     split: InputSplit
     first_row: int
-    drop: "Flags | None"
-    dedup_name: str
+    drop: "Flags | None" = None
+    cut: "Cutter | None" = None
+    dedup_name: str = ""
+
+    def drop_codes(self) -> U8:
+        """Return `drop` in memory."""
+        return self.drop.load() if self.drop is not None else np.zeros(self.documents, np.uint8)
+
+
+@dataclass(frozen=True)
+class ExamineTask:
+    """The documents of a split that deduplication keeps: their distributions; and samples of these and of copies.
+
+    Args:
+        reasons: (stage, reason) by the byte of `part.drop`.
+        columns: Of numbers, that have distributions.
+    """
+
+    part: FilteredPart
     reasons: tuple[tuple[str, str], ...]
     columns: tuple[str, ...]
     store: Store
@@ -59,9 +74,13 @@ class ExamineTask:
     @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on."""
-        paths = [file.path for file in self.split.files]
-        fields = [_VERSION, self.arrow, self.key, paths, self.first_row, self.dedup_name, self.reasons, self.columns]
+        part, paths = self.part, [file.path for file in self.split.files]
+        fields = [_VERSION, part.arrow, part.key, paths, part.first_row, part.dedup_name, self.reasons, self.columns]
         return hash_json(fields)
+
+    @property
+    def split(self) -> InputSplit:
+        return self.part.split
 
     @property
     def label(self) -> str:
@@ -70,10 +89,10 @@ class ExamineTask:
 
 def examine(task: ExamineTask, scale: int) -> int:
     """Run the task. Returns the UTF-8 bytes of text that are kept."""
-    stats, kept_bytes = StageStats(), 0
-    codes = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
-    keys = mix64(np.arange(len(codes), dtype=np.uint64), np.uint64(int(task.key[:16], 16)))
-    with task.store.local(task.arrow) as path:
+    stats, kept_bytes, part = StageStats(), 0, task.part
+    codes = part.drop_codes()
+    keys = mix64(np.arange(len(codes), dtype=np.uint64), np.uint64(int(part.key[:16], 16)))
+    with task.store.local(part.arrow) as path:
         for start, batch in file_batches(path, [*COLUMNS, *task.columns]):
             retained = batch.filter(pa.array(codes[start : start + batch.num_rows] == 0))
             stats.add_batch("kept", retained)
@@ -86,7 +105,7 @@ def examine(task: ExamineTask, scale: int) -> int:
                 if len(here):
 
                     def position(row: int, batch: pa.RecordBatch = batch) -> str:
-                        return row_position(task.split, batch, row, task.first_row)
+                        return row_position(part.split, batch, row, part.first_row)
 
                     stats.add_samples(stage, reason, batch, here, keys[start : start + batch.num_rows], position)
     write_stats(task.store, stats_name(task), stats)
@@ -105,12 +124,12 @@ def stats_name(task: "ExamineTask | _AddTask") -> str:
 
 def write_stats(store: Store, name: str, stats: StageStats) -> None:
     """Write statistics to an object."""
-    store.write(name, zlib.compress(json.dumps(stats.to_json()).encode(), 1))
+    store.write(name, zlib.compress(stats.to_json(), 1))
 
 
 def read_stats(store: Store, name: str) -> StageStats:
     """The statistics of an object."""
-    return StageStats.from_json(json.loads(zlib.decompress(store.read(name))))
+    return StageStats.from_json(zlib.decompress(store.read(name)))
 
 
 @dataclass(frozen=True)

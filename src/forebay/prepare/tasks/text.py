@@ -27,6 +27,7 @@ from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split, text_format
 from forebay.prepare.path_lists import downloaded
 from forebay.prepare.progress import MAX_LISTED, TaskCounts, tick
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
@@ -47,7 +48,7 @@ from forebay.storage.store import Store
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
-TEXT_VERSION = 5  # Changed when the same split would give other documents or statistics: old results are not used.
+TEXT_VERSION = 6  # Changed when the same split would give other documents or statistics: old results are not used.
 _imported: list[bool] = []  # Whether this process has read a document before.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -146,10 +147,24 @@ class TextResult:
         return f"{self.prefix}.stats"
 
 
-def with_stats(
-    store: Store, stats: StageStats, result: TextResult, split: InputSplit, rejects: list[Reject]
+def conclude_task(
+    store: Store,
+    split: InputSplit,
+    stats: StageStats,
+    rejects: list[Reject],
+    result: TextResult,
+    earlier: TextResult | None = None,
 ) -> TextResult:
-    """Write the statistics of a result, which is returned with its counts."""
+    """Write the statistics of a result, which is returned with its counts, and its rejects and hits.
+
+    Those of an `earlier` task over the same split come first.
+    """
+    for ending, before, lines in (
+        ("rejects", earlier and earlier.malformed, rejects), ("hits", earlier and earlier.hits, stats.hits),
+    ):  # fmt: skip
+        if before or lines:
+            data = store.read(f"{earlier.prefix}.{ending}") if earlier and before else b""
+            store.write(f"{result.prefix}.{ending}", [data, *map(json_line, lines)])
     write_stats(store, result.stats, stats)
     first = [
         {"where": describe_position(split, reject["place"], reject["where"]), "reason": reject["reason"]}
@@ -160,13 +175,13 @@ def with_stats(
 
 def write_records(
     store: Store, name: str, splits: Sequence[InputSplit], texts: Sequence[TextResult], work: Store, ending: str
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Write the `rejects` or `hits` of all splits, a JSON line each with `where` as a position; returns three.
 
     Rejects are malformed records, with `reason` and the first of the text; hits are what stages found in documents. No
     object is left if there is nothing.
     """
-    first: list[dict[str, Any]] = []
+    first: list[Json] = []
     counts = [text.malformed if ending == "rejects" else text.hits for text in texts]
 
     def lines() -> Iterator[bytes]:
@@ -215,10 +230,7 @@ def _process(task: TextTask, split: InputSplit, scale: int) -> TextResult:
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
         reader.failed, len(stats.hits), out.signed, stats.stage("read").bytes_in,
     )  # fmt: skip
-    for ending, lines in (("rejects", reader.rejects), ("hits", stats.hits)):
-        if lines:
-            task.store.write(f"{task.prefix}.{ending}", map(json_line, lines))
-    return with_stats(task.store, stats, result, task.split, reader.rejects)
+    return conclude_task(task.store, task.split, stats, reader.rejects, result)
 
 
 def _readable(task: TextTask, split: InputSplit, scale: int) -> tuple[int, str]:

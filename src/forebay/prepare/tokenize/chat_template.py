@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from forebay.errors import UsageError
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
+from forebay.prepare.settings import Json
 
 MAX_MESSAGES = 512
 MAX_CHARS = 32 << 20
@@ -54,10 +55,10 @@ def load_chat_template(path: str) -> str:
     return template
 
 
-def messages_of(text: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+def messages_of(text: str) -> tuple[list[Json], list[Any] | None]:
     """The messages of a text whose turns are marked, and the tools that its first header names."""
     first, *rest = _MESSAGE.split(text)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": first}] if first else []
+    messages: list[Json] = [{"role": "user", "content": first}] if first else []
     tools = None
     for mark, header, content in zip(rest[::3], rest[1::3], rest[2::3]):
         try:
@@ -102,7 +103,7 @@ def _prefix(full: str, part: str) -> int:
     return len(part) if full.startswith(part) else -1
 
 
-def _render(template: str, messages: list[dict[str, Any]], prompted: bool, values: dict[str, Any]) -> str:
+def _render(template: str, messages: list[Json], prompted: bool, values: Json) -> str:
     parts, size = [], 0
     try:
         for part in _compiled(template).generate(messages=messages, add_generation_prompt=prompted, **values):
@@ -179,7 +180,7 @@ def guarded(names: list[str]) -> tuple[Any, Any]:
         return str, str
     hidden = {name: f"\ufdd3{index}\ufdd3" for index, name in enumerate(names)}
     shown = {mark: name for name, mark in hidden.items()}
-    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    pattern = re.compile(_any_of(names))
     return (
         lambda text: pattern.sub(lambda match: hidden[match[0]], text),
         lambda text: re.sub("\ufdd3[0-9]+\ufdd3", lambda match: shown.get(match[0], ""), text),
@@ -188,7 +189,10 @@ def guarded(names: list[str]) -> tuple[Any, Any]:
 
 def pieces(text: str, names: list[str]) -> Iterator[tuple[bool, str]]:
     """The special tokens' names in a template's text, and what stands between them."""
-    pattern = "(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")"
-    for part in re.split(pattern, text) if names else [text]:
+    for part in re.split(f"({_any_of(names)})", text) if names else [text]:
         if part:
             yield part in names, part
+
+
+def _any_of(names: list[str]) -> str:
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))

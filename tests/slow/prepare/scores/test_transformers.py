@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare.scores.transformers import Onnx, Transformers
+from forebay.prepare.scores.classifiers import Onnx, Transformers
 from support.batches import to_batch
 from support.bert import WORDS, save_bert, save_tokenizer
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
-from forebay.prepare.decontaminate.stage import Decontaminate
+from forebay.prepare.decontaminate import Decontaminate
 from forebay.prepare.dedup.kernels import character_table, read_words
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.report import load_report

@@ -10,7 +10,7 @@ from forebay.errors import UsageError
 from forebay.formats.html import HtmlError, html_to_text
 from forebay.prepare.documents import SCHEMA
 from forebay.prepare.extract import extract_html, layout, model, scan
-from forebay.prepare.extract.stage import Extract
+from forebay.prepare.extract.extractors import Extract
 from support.gold_pages import gold_articles, word_scores
 from support.hostile_pages import HOSTILE
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare.scores.fasttext import FastText
+from forebay.prepare.scores.classifiers import FastText
 from forebay.prepare.scores.fasttext_model import load_model
 from support.batches import to_batch
 from support.paths import GOLDEN as GOLDEN_FILES

@@ -18,8 +18,8 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare import PrepareResult, load_recipe
 from forebay.prepare.config import apply_settings
 from forebay.prepare.scores.base import Score
+from forebay.prepare.scores.classifiers import Onnx, Transformers
 from forebay.prepare.scores.columns import Combine
-from forebay.prepare.scores.transformers import Onnx, Transformers
 from forebay.prepare.tasks.percentile import column_percentiles
 from forebay.storage.store import open_store
 from support.batches import to_batch

@@ -16,7 +16,7 @@ from forebay.formats.records import PROMPT_MARK as G
 from forebay.formats.records import RESPONSE_MARK as L
 from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode
 from forebay.prepare.tasks.slicing import RowShape, plan_slices, slice_tasks, write_plan, write_slice
-from forebay.prepare.tokenize.conversations import (
+from forebay.prepare.tokenize.renderings import (
     TEMPLATES,
     TRAINED,
     Conversations,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from forebay.errors import UsageError
-from forebay.prepare.tokenize.fim import FillInTheMiddle
+from forebay.prepare.tokenize.renderings import FillInTheMiddle
 from support.preparing import prepare
 from support.token_parts import coder
 from support.trained_tokenizer import trained_bpe

@@ -1,7 +1,8 @@
-"""Scorers with a sequence classifier: `transformers` (FineWeb-Edu's kind) and `onnx`.
+"""Scorers with a classifier: `fasttext`; and `transformers` (FineWeb-Edu's kind) and `onnx`, of sequences.
 
-The model is a local folder; nothing is downloaded, and no code of a model runs (safetensors or ONNX alone). Documents
-are scored in groups of one padded length and a fixed size, so that a score does not depend on the documents beside it.
+A fastText model is read and run by `fasttext_model`, which needs the compiler. The others are local folders; nothing is
+downloaded, and no code of a model runs (safetensors or ONNX alone). Documents are scored in groups of one padded length
+and a fixed size, so that a score does not depend on the documents beside it.
 """
 
 import json
@@ -19,7 +20,49 @@ from pydantic import Field
 from forebay.arrays import F32, I64
 from forebay.errors import UsageError, package_for
 from forebay.prepare.scores.base import Scorer
-from forebay.prepare.settings import Positive, check_fields
+from forebay.prepare.settings import Count, Positive
+
+
+@dataclass(frozen=True)
+class FastText(Scorer):
+    """A fastText classifier (`.bin`, or quantised `.ftz`), as DCLM and FineWeb use them.
+
+    Args:
+        model: Path of the model.
+        label: The column is the probability of this label, with or without `__label__`. Empty: the column is the
+            likeliest label, and `NAME_score` is its probability.
+        max_chars: Only so many characters of a document count; 0: all.
+
+    Source: Joulin et al. 2016; Li et al. 2024 (DCLM), section 4.4. The same scores as the library, at most 1.
+    """
+
+    model: str = ""
+    label: str = ""
+    max_chars: Count = 0
+
+    name = "fasttext"
+    version = 1
+    seconds_per_mb = 0.03
+    required = ("model", "the path of a fastText model")
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {"": "number"} if self.label else {"": "text", "score": "number"}
+
+    def files(self) -> tuple[str, ...]:
+        return (self.model,)
+
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, Any]:
+        from forebay.prepare.scores.fasttext_model import load_model
+
+        model = load_model(self.model)
+        scores = model.probabilities(batch.column("text"), self.max_chars)
+        if self.label:
+            return {"": scores[:, model.label_index(self.label)]}
+        best = np.where(np.isnan(scores[:, 0]), -1, scores.argmax(1))
+        labels = [model.labels[index] if index >= 0 else "" for index in best.tolist()]
+        return {"": pa.array(labels, pa.large_string()), "score": scores.max(1, initial=0.0)}
+
 
 _MIN_LENGTH = 32
 _CHARS_PER_TOKEN = 32  # So many characters of a text are tokenized for a token that the model sees.
@@ -42,11 +85,7 @@ class SequenceClassifier(Scorer):
     version = 1
     seconds_per_mb = 400.0  # BERT-base on a CPU
     forks = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.model:
-            raise UsageError("model: expected the folder of a model, got none")
+    required = ("model", "the folder of a model")
 
     def files(self) -> tuple[str, ...]:
         folder = Path(self.model)

@@ -1,18 +1,23 @@
-"""Datasets from kept documents: encode, shuffle, slice, and the manifest last; or a report alone.
+"""Outputs of tokens: a dataset, a report alone, or Megatron's files.
 
-For fine-tuning slices have rows in place of a stream of tokens.
+Datasets: encode, shuffle, slice, and the manifest last; for fine-tuning slices have rows in place of a stream of
+tokens. Megatron's .bin and .idx, in `OUT/tokens`, are the tokens of a dataset as one pair of files, in the same order.
+One task writes them, as each is one file: on the disk of its machine (in a bucket's case in TMPDIR), with a few pieces
+of 4 Mi tokens in memory. `OUT/tokens.json` is written last.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from io import BytesIO
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -29,16 +34,21 @@ from forebay.dataset.manifest import (
 )
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError, printable
+from forebay.formats.base import get_format
+from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.inputs import InputSplit
+from forebay.formats.token_stream import MAX_TOKENS
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
+from forebay.prepare.documents import read_items
 from forebay.prepare.extend import link_slices, parent_of
-from forebay.prepare.outputs.base import Output, conclude, counts_of, no_documents
+from forebay.prepare.outputs.base import MarkedOutput, Output, WrittenFile, conclude, counts_of, no_documents, put_file
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
+from forebay.prepare.settings import Json
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.encode import EncodeTask, encode, left_out_rows
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, shuffle_parts
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, count_all, read_parts, shuffle_parts, write_parts
 from forebay.prepare.tasks.slicing import (
     RowShape,
     gather,
@@ -77,9 +87,7 @@ class DatasetOutput(Output):
         manifest = Manifest.from_json(store.read(MANIFEST_FILE))
         return manifest.name, manifest.id, manifest.lineage
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         assert tokenizer is not None
         parts = shuffled(run, encode_corpus(run, corpus, tokenizer, run.store))
         files = {TOKENIZER_FILE: tokenizer.sha256}
@@ -92,8 +100,7 @@ class DatasetOutput(Output):
         if run.document_ids:
             earlier = run.parent.file(DOCUMENTS_FILE) if run.parent is not None else None
             files[DOCUMENTS_FILE] = write_documents(run.store, corpus, parts, earlier)
-        documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
-        counts = counts_of(corpus, documents, tokens, len(table) - before)
+        counts = counts_of(corpus, *count_all(parts), len(table) - before)
         run.store.write(TABLE_FILE, table.to_parquet())
         rows = run.recipe.rows is not None
         manifest = Manifest.of(
@@ -125,13 +132,11 @@ class ReportOutput(Output):
     def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
         raise UsageError(f"{store.url}: expected a dataset, got a report alone. Choose another --to.")
 
-    def write(
-        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
-    ) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
         assert tokenizer is not None
         parts = encode_corpus(run, corpus, tokenizer, run.work)
         run.end_of_tasks()
-        counts = counts_of(corpus, sum(part.documents for part in parts), sum(part.tokens for part in parts))
+        counts = counts_of(corpus, *count_all(parts))
         token_bytes = sum(part.tokens * TOKEN_DTYPES[part.dtype].itemsize for part in parts)
         return conclude(run, corpus, "", counts, unwritten_bytes=token_bytes * (1 + run.recipe.slice.shuffle))
 
@@ -148,12 +153,12 @@ def encode_corpus(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, sto
         recipe.fim.sentinels(spec)  # fail now rather than in a worker
     occurrences: Counter[str] = Counter()
     tasks = []
-    for index, text in enumerate(corpus.texts):
+    for text, filtered in zip(corpus.texts, corpus.parts()):
         part = text.part
         keys = Shuffle(recipe.slice.seed, occurrences[part.name]) if recipe.slice.shuffle else None
         occurrences[part.name] += 1
-        drop, cut, name = corpus.duplicates(index)
-        tasks.append(EncodeTask(part, spec, run.work, drop, cut, name, keys, run.document_ids, rendering))
+        dedup = filtered.drop, filtered.cut, filtered.dedup_name
+        tasks.append(EncodeTask(part, spec, run.work, *dedup, keys, run.document_ids, rendering))
     sizes = [text.bytes_out for text in corpus.texts]
     encoded = run.map(encode, tasks, run.count_documents("encode", sizes), sizes)
     write_ids(run.write_ids, corpus, [left_out_rows(task) for task in tasks])
@@ -227,8 +232,8 @@ def write_documents(store: Store, corpus: Corpus, parts: Sequence[EncodedPart], 
     The rows of the file `parent` come first.
     """
     splits: dict[str, tuple[InputSplit, int]] = {}
-    for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
-        splits.setdefault(text.key, (split, first_row))
+    for filtered in corpus.parts():
+        splits.setdefault(filtered.key, (filtered.split, filtered.first_row))
     with store.open(DOCUMENTS_FILE, replace=True) as file:
         with pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
             if parent is not None:
@@ -254,3 +259,70 @@ def _documents(
                 # By the name that the lineage has, without the path.
                 position = describe_position(split, index, inner, first_row).removeprefix(printable(source.path))
                 yield own_id or source.name + position, source.name, url
+
+
+_VERSION = 1  # Changed when the same tokens would give other files.
+
+
+class MegatronOutput(MarkedOutput):
+    """A pair of Megatron's files, and the tokenizer."""
+
+    name = "megatron"
+    marker = "tokens.json"
+    needs_tokenizer = True
+
+    def check(self, recipe: Recipe, document_ids: bool) -> None:
+        super().check(recipe, document_ids)
+        if recipe.rows is not None:
+            raise UsageError("rows: expected --to dataset, got megatron, which has tokens. Leave out [rows].")
+        if any(stage.name == "subset" for stage in recipe.stages):
+            raise UsageError("subset: expected --to parquet, got megatron. Write text, then prepare each folder of it.")
+
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
+        assert tokenizer is not None
+        parts = shuffled(run, encode_corpus(run, corpus, tokenizer, run.store))
+        plan = write_parts(run.work, "plans/megatron", parts)
+        sizes = run.store.sizes("tokens/")
+        is_valid = lambda files: all(sizes.get(file.file) == file.bytes for file in files)  # noqa: E731
+        task = MegatronTask(plan, run.recipe.name, run.work, run.store)
+        (files,) = run.map(write_megatron, [task], run.count_tasks("tokens out", 1, " files"), is_valid=is_valid)
+        run.end_of_tasks()
+        run.store.remove(sizes.keys() - {file.file for file in files})  # of another name
+        counts = counts_of(corpus, *count_all(parts))
+        return self.conclude(run, corpus, {"files": [asdict(file) for file in files]}, counts, lineage)
+
+
+@dataclass(frozen=True)
+class MegatronTask:
+    """All tokens to `out/tokens/DATASET_text_document.bin` and `.idx`. The object `plan` lists the parts."""
+
+    plan: str
+    dataset: str
+    work: Store
+    out: Store
+
+    @cached_property
+    def name(self) -> str:
+        """A hash of the parts and of the name."""
+        return hash_json([_VERSION, self.plan, self.dataset])
+
+
+def write_megatron(task: MegatronTask, scale: int) -> list[WrittenFile]:
+    """Write the files: first on this machine, then into the store."""
+    parts = read_parts(task.work, task.plan)
+    documents, tokens = count_all(parts)
+    source = TokenSource("megatron", parts[0].dtype, tokens, documents, partial(_tokens, task.work, parts))
+    with task.work.scratch() as folder:
+        out = folder / "tokens"
+        written = get_format("megatron").write_tokens(source, out, ConvertOptions(name=task.dataset))
+        return [put_file(task.out, f"tokens/{path}", out / path) for path in written.files]
+
+
+def _tokens(store: Store, parts: Sequence[EncodedPart]) -> Iterator[TokenPart]:
+    for part in parts:
+        document_ends = read_items(store, part.object("ends"), "<u8", part.documents)
+        for start in range(0, part.tokens, MAX_TOKENS):
+            stop = min(start + MAX_TOKENS, part.tokens)
+            tokens = read_items(store, part.object("tokens"), TOKEN_DTYPES[part.dtype], stop - start, start)
+            first, last = np.searchsorted(document_ends, np.array([start, stop], "<u8"), "right")
+            yield TokenPart(tokens, document_ends[first:last] - np.uint64(start))

@@ -1,1 +1,0 @@
-"""Finds documents that hold instances of evaluation sets."""
