@@ -14,7 +14,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from forebay.network.limits import ServerLimits, TokenBucket
 from forebay.network.messages import ConfigRequest, MeetReply
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
+from forebay.recent import RecentDict
 
 MAX_WORKERS = 1024
 REJOIN_S = 600.0
@@ -80,7 +81,7 @@ class Coordinator:
         if identity is not None:
             identity.check_role("coordinator", "scheduler")
         self._identity = identity
-        self._joins: OrderedDict[str, TokenBucket] = OrderedDict()  # by certificate
+        self._joins = RecentDict[str, TokenBucket](4 * MAX_WORKERS)  # by certificate
         max_connections = 4 * MAX_WORKERS
         per_peer = max_connections if identity is None else 4 * self.rules.workers_per_peer
         limits = ServerLimits(
@@ -323,10 +324,8 @@ class Coordinator:
         if not peer_id:
             return
         # At once twice as many joins as it may have workers, later one for each of these in REJOIN_S.
-        bucket = self._joins.setdefault(peer_id, TokenBucket(max_workers / REJOIN_S, 2.0 * max_workers))
-        self._joins.move_to_end(peer_id)
-        if len(self._joins) > 4 * MAX_WORKERS:
-            self._joins.popitem(last=False)
+        bucket = self._joins.get(peer_id) or TokenBucket(max_workers / REJOIN_S, 2.0 * max_workers)
+        self._joins[peer_id] = bucket
         if (wait_s := bucket.try_take(1.0, time.monotonic())) > 0:
             text = f"certificate of {peer_id}: joins too often. Each join stops all workers at the end of a step."
             raise ApiError(429, "joins_too_often", text, wait_s)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay.errors import UsageError
 from forebay.network.peer import Peer
+from forebay.recent import RecentDict
 from forebay.units import parse_size
 
 BURST_S = 0.05  # burst of a bucket, in seconds of its rate
@@ -112,7 +113,7 @@ class RequestTable:
         self.num_active = 0
         self._by_peer: Counter[str] = Counter()
         self._by_org: Counter[str] = Counter()
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._buckets = RecentDict[str, TokenBucket](MAX_BUCKETS)
 
     def begin(self, peer: Peer, has_body: bool, now: float) -> tuple[str, str, float] | None:
         """Count a request, or return (code, reason, seconds) over a limit."""
@@ -158,9 +159,7 @@ class RequestTable:
         return wait_s if self._upload is None else max(wait_s, self._upload.take(num_bytes, now))
 
     def _bucket(self, key: str, rate: float) -> TokenBucket:
-        bucket = self._buckets[key] = self._buckets.pop(key) if key in self._buckets else TokenBucket(rate, 2 * rate)
-        if len(self._buckets) > MAX_BUCKETS:
-            self._buckets.popitem(last=False)
+        self._buckets[key] = bucket = self._buckets.get(key) or TokenBucket(rate, 2 * rate)
         return bucket
 
 

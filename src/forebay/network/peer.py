@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from forebay.recent import RecentDict
+
 ROLES = frozenset({"worker", "data", "scheduler", "viewer", "admin"})
 
 
@@ -114,15 +116,12 @@ class Contacts:
     """The addresses at which members answered last, proven by their certificates. Threads may share it."""
 
     def __init__(self) -> None:
-        self._proven: dict[str, None] = {}  # the last one last
-        self._next_at: dict[str, float] = {}  # when CRLs may be exchanged with an address again
+        self._proven = RecentDict[str, None](MAX_CONTACTS)
+        self._next_at = RecentDict[str, float](MAX_PAUSED)  # when CRLs may be exchanged with an address again
 
     def add(self, address: str) -> None:
         """Add an address; the oldest are forgotten."""
-        self._proven.pop(address, None)
         self._proven[address] = None
-        if len(self._proven) > MAX_CONTACTS:
-            self._proven.pop(next(iter(self._proven)), None)
 
     def addresses(self) -> list[str]:
         """Return the addresses, the oldest first."""
@@ -133,8 +132,6 @@ class Contacts:
         if now < self._next_at.get(address, -math.inf) and not is_urgent:
             return False
         self._next_at[address] = now + pause_s
-        if len(self._next_at) > MAX_PAUSED:
-            self._next_at.pop(next(iter(self._next_at)), None)
         return True
 
     def avoid(self, address: str, until: float) -> None:

@@ -5,7 +5,7 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from forebay.errors import ForebayError, ProtocolError
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS_BYTES
 from forebay.network.peer import Peer
+from forebay.recent import RecentDict
 from forebay.storage.hosts import host_towards, is_public, join_address, parse_peer_address
 
 log = logging.getLogger("forebay.network")
@@ -64,7 +65,8 @@ class _PeerState:
     checking: str = ""  # the address that is being checked
     since: float = 0.0
     paused_until: float = float("-inf")
-    results: OrderedDict[str, tuple[bool, float]] = field(default_factory=OrderedDict)  # whether reached, and when
+    # By address: whether it was reached, and when.
+    results: dict[str, tuple[bool, float]] = field(default_factory=lambda: RecentDict(MAX_ADDRESSES))
 
 
 @dataclass(eq=False)
@@ -83,7 +85,7 @@ class ReachabilityChecker:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._peers: OrderedDict[str, _PeerState] = OrderedDict()
+        self._peers = RecentDict[str, _PeerState](MAX_PEERS)
         self._active_by_org: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dial")
 
@@ -96,10 +98,7 @@ class ReachabilityChecker:
             return False
         now, active = self.clock(), self._active_by_org
         with self._lock:
-            state = self._peers.setdefault(peer.peer_id, _PeerState())
-            self._peers.move_to_end(peer.peer_id)
-            if len(self._peers) > MAX_PEERS:
-                self._peers.popitem(last=False)
+            self._peers[peer.peer_id] = state = self._peers.get(peer.peer_id) or _PeerState()
             is_reached, checked_at = state.results.get(address, (False, float("-inf")))
             if is_reached or now - checked_at < PAUSE_S:
                 return is_reached
@@ -141,8 +140,6 @@ class ReachabilityChecker:
             now = self.clock()
             state.checking = ""
             state.results[address] = is_reached, now
-            if len(state.results) > MAX_ADDRESSES:
-                state.results.popitem(last=False)
             if not is_reached:
                 state.paused_until = now + PAUSE_S
             self._active_by_org[peer.org] -= 1

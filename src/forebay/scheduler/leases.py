@@ -14,7 +14,6 @@ Cost: independent of the numbers of slices and workers, except at the start of a
 
 import math
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -25,6 +24,7 @@ import numpy as np
 from forebay.arrays import BOOL, I64, Array
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.chain import Used
+from forebay.recent import RecentDict
 from forebay.scheduler.free_ranges import FreeRanges, IsAvoided, SampleRange
 from forebay.scheduler.sessions import EndedLease, LiveLease, SessionKey, SpeedEstimate, WorkerSession, WorkerSessions
 
@@ -95,7 +95,7 @@ class LeaseTable:
         self.sessions = WorkerSessions(spec.lease_s)
         self.leases: dict[str, LiveLease] = {}
         self.aside: dict[int, list[SampleRange]] = {}
-        self.ended: OrderedDict[str, EndedLease] = OrderedDict()
+        self.ended = RecentDict[str, EndedLease](MAX_ENDED)
         self.steals: dict[str, PlannedSteal] = {}
         self.waiting: set[SessionKey] = set()
         self.idle: dict[SessionKey, float] = {}  # those of them without leases, and when they last asked, latest last
@@ -294,7 +294,7 @@ class LeaseTable:
         self._count(used)
         before = self.ended.get(used.lease_id)
         start = before.start if before is not None else used.start
-        self._remember(used.lease_id, EndedLease(worker, used.epoch, used.slice, start, used.stop, False))
+        self.ended[used.lease_id] = EndedLease(worker, used.epoch, used.slice, start, used.stop, False)
 
     def _take_aside(self, used: Used) -> bool:
         """Take samples out of a slice set aside, as they were used after all; False if they are not there."""
@@ -340,13 +340,7 @@ class LeaseTable:
         self.steals.pop(lease.lease_id, None)
         del self.sessions.all[lease.key].leases[lease.lease_id]
         used = (lease.worker, lease.epoch, lease.slice_index, lease.start, lease.position)
-        self._remember(lease.lease_id, EndedLease(*used, lease.position == lease.stop))
-
-    def _remember(self, lease_id: str, ended: EndedLease) -> None:
-        self.ended[lease_id] = ended
-        self.ended.move_to_end(lease_id)
-        while len(self.ended) > MAX_ENDED:
-            self.ended.popitem(last=False)
+        self.ended[lease.lease_id] = EndedLease(*used, lease.position == lease.stop)
 
     def set_aside(self, index: int) -> None:
         """Withdraw a slice: its free samples, and any that are returned later, are not leased again."""

@@ -17,6 +17,7 @@ import numpy as np
 from forebay.arrays import BOOL, I64
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import node_of
+from forebay.recent import RecentDict
 
 MAX_RANGES = 200_000
 
@@ -231,7 +232,7 @@ class PeerPenalties:
     def __init__(self) -> None:
         self._members: dict[str, set[str]] = {}  # by node
         self._until: dict[str, dict[str, tuple[float, float]]] = {}  # asker: member: (until, seconds)
-        self._banned: dict[str, dict[str, float]] = {}  # node: nodes and until when, the latest last
+        self._banned: dict[str, dict[str, float]] = {}  # node: nodes and until when
         self._damaged: dict[tuple[str, str], set[int]] = {}  # (node, origin): slices
 
     def reported(self, now: float) -> dict[str, int]:
@@ -275,11 +276,7 @@ class PeerPenalties:
             slices.intersection_update(list(slices)[:_DAMAGED])  # bounded
             if len(slices) < _DAMAGED:
                 return False
-        banned = self._banned.setdefault(own, {})
-        banned.pop(node, None)
-        banned[node] = now + BAN_S
-        if len(banned) > _MAX_BANNED:
-            del banned[next(iter(banned))]
+        self._banned.setdefault(own, RecentDict(_MAX_BANNED))[node] = now + BAN_S
         return True
 
     def avoided_by(self, asker: str, now: float) -> Iterable[str]:

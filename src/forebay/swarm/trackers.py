@@ -16,6 +16,7 @@ from typing import Any
 from forebay.errors import ForebayError, NetworkError
 from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Provider, node_of
+from forebay.recent import RecentDict
 
 REQUEST_TIMEOUT_S = 10.0
 _HOME_S = 30.0  # between look-ups for a data node while a member is the tracker
@@ -49,17 +50,14 @@ class TrackerClient:
         self._looked_up_at = float("-inf")
         self._was_alone = True  # no other tracker was found so far
         self._ranked: list[Provider] = []
-        self._sharers: dict[str, Provider] = {}  # by address
+        self._sharers = RecentDict[str, Provider](_MAX_SHARERS)  # by address
         self._dead: dict[str, float] = {}  # until when, by address
         self._left: dict[str, float] = {}  # since when, by address
 
     def add_sharers(self, sharers: Iterable[Provider]) -> None:
         """Add members that can be asked if no other tracker responds: 16 per reply, the last 256 in all."""
         for sharer in itertools.islice(sharers, _MAX_SHARERS_PER_REPLY):
-            self._sharers.pop(sharer.address, None)
             self._sharers[sharer.address] = sharer
-        while len(self._sharers) > _MAX_SHARERS:
-            del self._sharers[next(iter(self._sharers))]
 
     def leave_current(self) -> None:
         """Ask the others first from now on: too little came of the responses of the current one."""
