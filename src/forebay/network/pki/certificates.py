@@ -69,14 +69,9 @@ def issue(
     issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float, *, organisation: bool = False
 ) -> x509.Certificate:
     """A certificate for a node's or an organisation's key. It ends no later than the issuer's own."""
-    check_scope(scope)
+    check_scope(scope, issuer.scope)
     if organisation and not issuer.is_root:
         raise UsageError("organisation: expected the directory of a network, got an organisation's.")
-    if beyond := scope.exceeds(issuer.scope):
-        raise UsageError(
-            f"certificate of {name}: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "
-            f"got {', '.join(sorted(beyond))}. Ask the root for them."
-        )
     builder = _builder(
         name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, issuer.cert.not_valid_after_utc
     ).add_extension(authority(issuer.cert), critical=False)
@@ -86,8 +81,7 @@ def issue(
         # Programs that compare host names, such as Prometheus, expect this one at any address.
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
     if scope != UNBOUNDED:
-        body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
-        raw = canonical_json(body)
+        raw = canonical_json({"roles": sorted(scope.roles), "datasets": list(scope.datasets)})
         builder = builder.add_extension(x509.UnrecognizedExtension(SCOPE_OID, raw), critical=False)
     if not issuer.is_root:
         carried = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
@@ -136,12 +130,20 @@ def pem_of(*certs: x509.Certificate) -> bytes:
     return b"".join(cert.public_bytes(Encoding.PEM) for cert in certs)
 
 
-def check_scope(scope: Scope) -> None:
-    """Refuse unknown roles, and patterns that are empty, too long or too many. Raises UsageError."""
+def check_scope(scope: Scope, issuer: Scope = UNBOUNDED) -> None:
+    """Refuse unknown roles, those that an issuer may not give, and patterns that are empty, too long or too many.
+
+    Raises UsageError.
+    """
     if unknown := scope.roles - ROLES:
         raise UsageError(f"scope: expected roles of {', '.join(sorted(ROLES))}, got {', '.join(sorted(unknown))}")
     if len(scope.datasets) > MAX_PATTERNS or not all(0 < len(p) <= 256 and p.isprintable() for p in scope.datasets):
         raise UsageError(f"scope: expected at most {MAX_PATTERNS} dataset patterns of 1 to 256 printable characters")
+    if beyond := scope.exceeds(issuer):
+        raise UsageError(
+            f"scope: this organisation may give {', '.join(sorted(issuer.roles))}, "
+            f"got {', '.join(sorted(beyond))}. Ask the root for them."
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,7 +164,7 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
     if _is_ca(cert):
         raise ProtocolError(f"{who}: expected a node's certificate, got an issuer's")
     issuer_key_id = authority_key_id(cert)
-    if issuer_key_id == own_key_id(root_cert):
+    if issuer_key_id == key_id_of(_read(root_cert).peer_id):
         _check_signature(cert, root_cert, who, "the network's root")
         return _verified(peer, cert, root_cert)
     carried = _extension(cert, ORGANISATION_OID)
@@ -192,9 +194,7 @@ def organisation_of(der_cert: bytes, root: bytes) -> Peer:
     """Verify that the root signed an organisation's certificate; return the organisation. Raises ProtocolError."""
     cert, root_cert = _parse(der_cert), _parse(root)
     org = _read(cert)
-    _check_signature(cert, root_cert, f"organisation {org.peer_id} ({org.name})", "the network's root")
-    if not _is_ca(cert):
-        raise ProtocolError(f"organisation {org.peer_id} ({org.name}): its certificate may not issue others")
+    _check_issuer(cert, root_cert, f"organisation {org.peer_id} ({org.name})", "the network's root")
     return _verified(org, cert, root_cert)
 
 
@@ -203,9 +203,7 @@ def check_root(root: bytes, network_id: str) -> None:
     cert, peer_id = _parse(root), peer_of(root).peer_id
     if peer_id != network_id:
         raise ProtocolError(f"root-cert.pem: expected the root of network {network_id}, got {peer_id}")
-    _check_signature(cert, cert, f"root {peer_id}", "itself")
-    if not _is_ca(cert):
-        raise ProtocolError(f"root {peer_id}: its certificate may not issue others")
+    _check_issuer(cert, cert, f"root {peer_id}", "itself")
 
 
 def scope_of(cert: x509.Certificate) -> Scope:
@@ -236,23 +234,21 @@ def authority_key_id(cert: x509.Certificate | x509.CertificateRevocationList) ->
     return bytes(extension.key_identifier)
 
 
-def own_key_id(cert: x509.Certificate) -> bytes:
-    """The key identifier of an issuer's certificate. Raises ProtocolError if it has none."""
-    extension = _extension(cert, ExtensionOID.SUBJECT_KEY_IDENTIFIER)
-    if extension is None:
-        raise ProtocolError("certificate of an issuer: expected its own key id, got none.")
-    return bytes(extension.digest)
-
-
 def authority(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     """The extension that names the issuer of a certificate or CRL by its key identifier."""
-    return x509.AuthorityKeyIdentifier(own_key_id(issuer), None, None)
+    return x509.AuthorityKeyIdentifier(key_id_of(_read(issuer).peer_id), None, None)
 
 
 def _verified(peer: Peer, *chain: x509.Certificate) -> Peer:
     start = max(cert.not_valid_before_utc.timestamp() for cert in chain)
     stop = min(cert.not_valid_after_utc.timestamp() for cert in chain)
     return replace(peer, certificate=b64encode(der_of(chain[0])).decode(), valid_from=start, valid_until=stop)
+
+
+def _check_issuer(cert: x509.Certificate, issuer: x509.Certificate, what: str, whose: str) -> None:
+    _check_signature(cert, issuer, what, whose)
+    if not _is_ca(cert):
+        raise ProtocolError(f"{what}: its certificate may not issue others")
 
 
 def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str, whose: str) -> None:

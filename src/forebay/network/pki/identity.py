@@ -181,13 +181,13 @@ def create_organisation(
     valid_days: float = ORG_VALID_DAYS,
 ) -> str:  # fmt: skip
     """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
-    _create(network_dir, Path(out_dir), "org", name, scope, valid_days)
+    _issue(network_dir, out_dir, "org", valid_days, name, scope)
     return files.read_issuer(out_dir).peer_id
 
 
 def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
     """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
-    _renew(network_dir, Path(org_dir), "org", valid_days)
+    _issue(network_dir, org_dir, "org", valid_days)
     return files.read_issuer(org_dir).peer_id
 
 
@@ -196,33 +196,31 @@ def join(
     scope: Scope = UNBOUNDED,
 ) -> Identity:  # fmt: skip
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
-    _create(network_dir, Path(out_dir), "node", name, scope, valid_days)
+    _issue(network_dir, out_dir, "node", valid_days, name, scope)
     return Identity.load(out_dir)
 
 
 def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
     """Issue a new certificate for a node's key; its peer id and scope stay."""
-    _renew(network_dir, Path(node_dir), "node", valid_days)
+    _issue(network_dir, node_dir, "node", valid_days)
     return Identity.load(node_dir)
 
 
-def _create(issuer_dir: str | Path, folder: Path, kind: files.Kind, name: str, scope: Scope, valid_days: float) -> None:
-    files.check_new(folder, kind, name)
-    path = folder / f"{kind}-key.pem"
-    key = files.read_key(path) if path.exists() else Ed25519PrivateKey.generate()
-    _issue(Path(issuer_dir), folder, kind, key, name, scope, valid_days)
-
-
-def _renew(issuer_dir: str | Path, folder: Path, kind: files.Kind, valid_days: float) -> None:
-    old, key = files.read_certs(folder / f"{kind}-cert.pem")[0], files.read_key(folder / f"{kind}-key.pem")
-    _issue(Path(issuer_dir), folder, kind, key, files.peer_in(old).name, scope_of(old), valid_days)
-
-
 def _issue(
-    issuer_dir: Path, folder: Path, kind: files.Kind, key: Ed25519PrivateKey, name: str, scope: Scope, valid_days: float
-) -> None:
+    issuer_dir: str | Path, out_dir: str | Path, kind: files.Kind, valid_days: float, name: str | None = None,
+    scope: Scope = UNBOUNDED,
+) -> None:  # fmt: skip
+    """Certify the key of a new member, or that of the directory's member again: `name` is None."""
+    issuer_dir, folder, is_new = Path(issuer_dir), Path(out_dir), name is not None
+    if name is not None:
+        files.check_new(folder, kind, name)
+    else:
+        old = files.read_certs(folder / f"{kind}-cert.pem")[0]
+        name, scope = files.peer_in(old).name, scope_of(old)
+    path = folder / f"{kind}-key.pem"
+    key = Ed25519PrivateKey.generate() if is_new and not path.exists() else files.read_key(path)
     pem = MemberRecord(issuer_dir).issue(name, key.public_key(), scope, valid_days, is_organisation=kind == "org")
-    root, network = ((issuer_dir / name).read_bytes() for name in ("root-cert.pem", "network.json"))
+    root, network = ((issuer_dir / copied).read_bytes() for copied in ("root-cert.pem", "network.json"))
     write_member(folder, kind, key, pem, root, network, [crl.pem for crl in Revocations(issuer_dir).crls().values()])
 
 
