@@ -59,9 +59,8 @@ class LeaseJob(Closing):
             raise UsageError(f"job {self.name}: expected dataset {asked.id}, got {expected_id}. Leave out ?id=.")
         origin = PeerOrigin(
             self.identity, self.name, expected_id=expected_id, discovery=_DataNodes(self.scheduler),
-            publishers=asked.publishers, from_urls=from_urls,
+            publishers=asked.publishers, from_urls=from_urls, client=self.client,
         )  # fmt: skip
-        origin.client = self.client
         self.dataset = self._open(origin)
 
     def _open(self, origin: PeerOrigin) -> RemoteDataset:

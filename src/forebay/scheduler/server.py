@@ -34,6 +34,7 @@ from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import STALE_ATTEMPT, ReadmitRequest
 from forebay.network.peer import Peer
+from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import FromUrls
 from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
@@ -99,9 +100,12 @@ class SchedulerService:
         self._standby = standby
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        origin = PeerOrigin(
+            identity, name, expected_id=dataset_id or None, discovery=discovery, publishers=publishers,
+            from_urls=from_urls, client=client,
+        )  # fmt: skip
         self._catalog = Catalog(
-            name, dataset_id, seq_len, settings, identity.network_id, discovery, client, self._stopping,
-            ManifestStore(self.state_dir), publishers, from_urls,
+            origin, seq_len, settings, self._stopping, ManifestStore(self.state_dir),
             {"packing": packing, "documents": documents, "split": split, "validation": validation_fraction},
         )  # fmt: skip
         self._activity = Activity()

@@ -203,7 +203,7 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
         state = tmp_path / "state"
         return SchedulerService(scheduler, NAME, table, Client(scheduler), state, wait_s=wait_s, **settings)
 
-    with pytest.raises(DatasetError, match="Not counted"):
+    with pytest.raises(DatasetError, match="not counted"):
         schedule(0.2).start()
     sign_dataset(anne, dataset.path, NAME, dataset.id)
     false = make_dataset(tmp_path / "false", 5, 120)
