@@ -57,7 +57,8 @@ class Admissions:
         self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
     ) -> None:
         self.directory = Path(directory)
-        self._audit, self._now = audit, now
+        self._audit = audit
+        self._now = now
         self.issuer = read_issuer(self.directory)
         self._network = read_network(self.directory)
         self._revocations = Revocations(self.directory)
@@ -71,7 +72,8 @@ class Admissions:
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
             token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self._now())
-            name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
+            name = message.name
+            peer_id = peer_id_of(key.public_bytes_raw())
             check_name("node", name)
             self._check_not_revoked(peer_id)
             is_new = peer_id not in self._record.users[token.id]
@@ -87,7 +89,8 @@ class Admissions:
             key = _requested_key(message.request)
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
                 raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
-            peer, old = verify_certificate(shown, self._revocations.root), x509.load_der_x509_certificate(shown)
+            peer = verify_certificate(shown, self._revocations.root)
+            old = x509.load_der_x509_certificate(shown)
             who = peer.peer_id
             if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
@@ -110,7 +113,8 @@ class Admissions:
             raise ProtocolError(str(error)) from error
 
     def _answer(self, certificate: bytes) -> dict[str, Any]:
-        crls, issuers = self._revocations.crls(), {self._revocations.root_id, self.issuer.peer_id}
+        crls = self._revocations.crls()
+        issuers = {self._revocations.root_id, self.issuer.peer_id}
         return {
             "certificate": certificate.decode(),
             "root": (self.directory / "root-cert.pem").read_text(),

@@ -87,11 +87,14 @@ class FileRange(Response):
 
     def __init__(self, source: Path | int | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
         super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
-        self.source, self.start, self.stop = source, start, stop
+        self.source = source
+        self.start = start
+        self.stop = stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope["state"]["connection"]
-        source, descriptor = self.source, self.source if isinstance(self.source, int) else -1
+        source = self.source
+        descriptor = self.source if isinstance(self.source, int) else -1
         if isinstance(source, Path):
             try:
                 flags = os.O_RDONLY | os.O_NOFOLLOW
@@ -122,7 +125,9 @@ class FileRange(Response):
         return True
 
     async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
-        source, offset, piece_bytes = self.source, self.start, connection.piece_bytes
+        source = self.source
+        offset = self.start
+        piece_bytes = connection.piece_bytes
         buffer = memoryview(source if isinstance(source, bytes) else bytearray(min(piece_bytes, self.stop - offset)))
         while offset < self.stop and not connection.is_closing:
             if isinstance(source, bytes):
@@ -162,7 +167,8 @@ def file_response(request: Request, source: Path | int | bytes, size: int) -> Fi
     match = re.fullmatch(r"bytes=\s*([0-9]{1,18})-([0-9]{0,18})\s*", header, re.ASCII)
     if match is None:
         raise ApiError(416, "bad_range", f"Range: expected bytes=START-[END], got {header[:80]!r}")
-    start, stop = int(match[1]), min(int(match[2]) + 1, size) if match[2] else size
+    start = int(match[1])
+    stop = min(int(match[2]) + 1, size) if match[2] else size
     if not 0 <= start < stop:
         raise ApiError(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
     headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
@@ -273,7 +279,8 @@ def add_trust_routes(app: FastAPI, identity: Identity) -> None:
         return Response(crl.pem, media_type=PEM_TYPE)
 
     async def receive(request: Request) -> dict[str, bool]:
-        pem, sender = await request.body(), peer_of(request).peer_id
+        pem = await request.body()
+        sender = peer_of(request).peer_id
         try:
             return {"new": await asyncio.to_thread(receive_crl, identity, pem, sender) is not None}
         except ProtocolError as error:
@@ -369,7 +376,8 @@ def _family(
 
 # A figure that rises and falls, and a total since the start (`name` ends in `_total`): name, description, value or
 # values by `label`.
-gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+gauge = partial(_family, GaugeMetricFamily)
+counter = partial(_family, CounterMetricFamily)
 
 
 async def _known_error(status: int, code: str, request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
@@ -56,10 +56,11 @@ class Discovery(Protocol):
         """Leave. May be repeated."""
 
 
-def record_key(network_id: str, kind: Literal["dataset", "family", "scheduler", "revocations"], name: str) -> bytes:
-    """The DHT key (20 bytes) of a dataset's or a scheduler's name in one network; revocations have an empty name.
+def record_key(network_id: str, kind: str, name: str) -> bytes:
+    """The DHT key (20 bytes) of a name in one network.
 
-    A `family` is all datasets that extend one, by whose id they are found.
+    Kinds are dataset, scheduler, revocations, which have an empty name, and family: all datasets that extend one, by
+    whose id they are found.
     """
     return hashlib.sha1(f"forebay/2\n{network_id}\n{kind}\n{name}".encode(), usedforsecurity=False).digest()
 
@@ -100,7 +101,8 @@ _CLAIM = TypeAdapter(Claim)
 def parse_claim(obj: Any, peer: Peer) -> Claim:
     """Parse a claim and verify that this peer signed it. Raises ProtocolError."""
     try:
-        claim, signature = _CLAIM.validate_python(obj), bytes.fromhex(obj["signature"])
+        claim = _CLAIM.validate_python(obj)
+        signature = bytes.fromhex(obj["signature"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"claim of {peer.peer_id}: malformed: {' '.join(str(error).split())[:400]}") from error
     if claim.peer_id != peer.peer_id:
@@ -123,7 +125,8 @@ def read_claims(
     items = body.get("claims")
     if not isinstance(items, list) or len(items) > MAX_CLAIMS:
         raise ProtocolError(f"claims of {peer.peer_id} at {address}: expected a list of at most {MAX_CLAIMS}")
-    now, claims = time.time(), []
+    now = time.time()
+    claims = []
     for item in items:
         try:
             claim = parse_claim(item, peer)
@@ -150,9 +153,7 @@ def find_providers(
     false addresses; the last answers may take 5 seconds more. PermanentError if no node has answered, and one
     says that this node is revoked.
     """
-    keys = [record_key(network_id, "dataset", name)]
-    if family:
-        keys.append(record_key(network_id, "family", family))
+    revoked = list[str]()
 
     def ask(host_port: HostPort) -> list[Claim] | None:
         address = join_address(*host_port)
@@ -164,28 +165,27 @@ def find_providers(
                 revoked.append(str(error))
             return None
 
-    revoked = list[str]()
-    asked: set[HostPort] = set()
-    answers: list[list[Claim]] = []
-
-    def is_found() -> bool:
-        return any(dataset_id in ("", claim.dataset_id) for claims in answers for claim in claims)
-
+    keys = [record_key(network_id, "dataset", name)]
+    if family:
+        keys.append(record_key(network_id, "family", family))
+    asked = set[HostPort]()
+    found = list[Claim]()
     for key in keys:
         deadline = time.monotonic() + timeout_s / len(keys)
-        while not is_found():
+        while not any(dataset_id in ("", claim.dataset_id) for claim in found):
             addresses = discovery.find(key, max(0.0, deadline - time.monotonic()))
             fresh = [address for address in addresses if address not in asked][: MAX_ADDRESSES - len(asked)]
             if not fresh:
                 break
             asked.update(fresh)
             try:
-                answers += ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
+                for claims in ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S):
+                    found += claims
             except (OSError, RuntimeError) as error:  # no file descriptor or thread is available
                 raise NetworkError(f"providers of {name}: cannot query {len(fresh)} addresses: {error}") from error
-    if revoked and not answers:
+    if revoked and not found:
         raise PermanentError(revoked[0])
-    unique = {(claim.peer_id, claim.dataset_id): claim for claims in reversed(answers) for claim in claims}
+    unique = {(claim.peer_id, claim.dataset_id): claim for claim in reversed(found)}
     return [unique[key] for key in sorted(unique)]
 
 

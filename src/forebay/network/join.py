@@ -35,11 +35,13 @@ from forebay.storage.hosts import parse_address
 from forebay.storage.retry import backoff_s, log_while_waiting
 
 MAX_TOKEN_CHARS = 64 << 10
-_PREFIX, _SIGNED = "forebay1.", b"forebay/2 token\n"
+_PREFIX = "forebay1."
+_SIGNED = b"forebay/2 token\n"
 MAX_ANSWER_BYTES = 8 << 20
 TIMEOUT_S = 20.0
 PENDING_KEY = "joining-key.pem"
-FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
 log = logging.getLogger("forebay.network")
 ADMISSION = "admission.json"  # the address of the issuer's admission server
 
@@ -176,7 +178,8 @@ def _post(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # There is no root to check against yet: the handshake proves the server's key, which `expect_peer` pins.
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     if node_dir is not None:
         context.load_cert_chain(node_dir / "node-cert.pem", node_dir / "node-key.pem")
     parse_address(address)

@@ -118,10 +118,12 @@ class RequestTable:
     def begin(self, peer: Peer, has_body: bool, now: float) -> tuple[str, str, float] | None:
         """Count a request, or return (code, reason, seconds) over a limit."""
         limits = self.limits
-        party, group = peer.party, peer.group
+        party = peer.party
+        group = peer.group
         bounds = [("peer", party, self._by_peer, limits.requests_per_peer, limits.requests_per_s)]
         if group:  # members of the root itself share no limits
-            max_num, rate = limits.requests_per_organisation, limits.organisation_requests_per_s
+            max_num = limits.requests_per_organisation
+            rate = limits.organisation_requests_per_s
             bounds.append(("organisation", group, self._by_org, max_num, rate))
         for kind, key, counts, max_num, rate in bounds:
             if counts[key] >= max_num:

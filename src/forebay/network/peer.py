@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from forebay.recent import RecentDict
+from forebay.storage.hosts import parse_ip
 
 ROLES = frozenset({"worker", "data", "scheduler", "viewer", "admin"})
 
@@ -23,7 +24,8 @@ class Scope:
     within: tuple[str, ...] = ()  # the organisation's patterns, one of which must match, too
 
     def __str__(self) -> str:
-        roles, patterns = ", ".join(sorted(self.roles)), ", ".join(self.datasets or self.within)
+        roles = ", ".join(sorted(self.roles))
+        patterns = ", ".join(self.datasets or self.within)
         return f"{roles or 'all roles'} for {f'datasets {patterns}' if patterns else 'all datasets'}"
 
     def allows(self, role: str) -> bool:
@@ -101,15 +103,15 @@ class Provider:
 def network_prefix(ip: str, v4_bits: int, v6_bits: int) -> str:
     """Return the network of an IP address, such as `10.1.2.0/24`; other texts as they are."""
     try:
-        address = ipaddress.ip_address(ip.partition("%")[0])
+        address = parse_ip(ip)
     except ValueError:
         return ip
-    address = (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
     bits = v4_bits if address.version == 4 else v6_bits
     return str(ipaddress.ip_network((address, bits), strict=False))
 
 
-MAX_CONTACTS, MAX_PAUSED = 64, 4096
+MAX_CONTACTS = 64
+MAX_PAUSED = 4096
 
 
 class Contacts:

@@ -233,7 +233,8 @@ def open_peers(
         from_urls: Which URLs of peers are read too: none, `public` or `any`.
     """
     parts = urlsplit(url)
-    network, name = unquote(parts.netloc), unquote(parts.path.strip("/"))
+    network = unquote(parts.netloc)
+    name = unquote(parts.path.strip("/"))
     if not network or not name:
         raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {url!r}. Name both.")
     query = parse_qs(parts.query)

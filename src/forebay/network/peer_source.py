@@ -56,11 +56,13 @@ class PeerSource(Origin):
         path = f"/v1/slices/{self.sha256_of(name)}" if is_slice else self._file_path(name)
         buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
         while start < stop:
-            chunk, fault = buffer[: stop - start], None
+            chunk = buffer[: stop - start]
+            fault = None
             try:
                 self.client.read_range(self.address, path, chunk, start, self.peer_id, timeout_s=self.stall_s)
             except NetworkError as error:
-                chunk, fault = chunk[: error.received if isinstance(error, TruncatedBodyError) else 0], error
+                chunk = chunk[: error.received if isinstance(error, TruncatedBodyError) else 0]
+                fault = error
             if len(chunk):
                 yield chunk
             start += len(chunk)
@@ -126,7 +128,8 @@ def read_slice(
 
 def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
     """Whether a provider sends a slice with the right hash; None if it is unreachable or may not be asked."""
-    hasher, deadline = ChunkHasher(info.chunk_bytes), time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
+    hasher = ChunkHasher(info.chunk_bytes)
+    deadline = time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
     try:
         for chunk in read_slice(client, provider, info, 0, info.bytes, from_urls):
             hasher.update(chunk)
@@ -158,7 +161,8 @@ def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts |
         )
     if parts.scheme == "http" and from_urls != "any":
         raise PermanentError(f"{url}: expected https, got http. Allow it with --from-urls any.")
-    host, path = parts.netloc, quote(unquote(parts.path))
+    host = parts.netloc
+    path = quote(unquote(parts.path))
     match parts.scheme:
         case "s3":
             url = f"https://{host}.s3.amazonaws.com{path}"

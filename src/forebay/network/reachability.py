@@ -1,6 +1,5 @@
 """Reachability of members: the address that a node advertises, and whether a member answers at the one it names."""
 
-import ipaddress
 import logging
 import socket
 import threading
@@ -15,13 +14,14 @@ from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS_BYTES
 from forebay.network.peer import Peer
 from forebay.recent import RecentDict
-from forebay.storage.hosts import host_towards, is_public, join_address, parse_peer_address
+from forebay.storage.hosts import host_towards, is_public, join_address, parse_ip, parse_peer_address
 
 log = logging.getLogger("forebay.network")
 CHECK_S = 3.0
 GRACE_S = 0.5  # an address counts as being checked for this time; then its member is served as one without an address
 PAUSE_S = 60.0  # after a failure, before another address of the peer is checked
-AT_ONCE, AT_ONCE_PER_ORGANISATION = 8, 4
+AT_ONCE = 8
+AT_ONCE_PER_ORGANISATION = 4
 MAX_PEERS, MAX_ADDRESSES = 16_384, 64  # remembered; addresses of one peer
 
 
@@ -43,7 +43,8 @@ def may_dial(ip: str, source: str) -> bool:
     reach itself.
     """
     try:
-        target, origin = _ip(ip), _ip(source)
+        target = parse_ip(ip)
+        origin = parse_ip(source)
     except ValueError:
         return False
     if target == origin:
@@ -53,11 +54,6 @@ def may_dial(ip: str, source: str) -> bool:
     if target.is_link_local or target.is_multicast or target.is_unspecified:
         return False
     return is_public(str(target)) or not is_public(str(origin))
-
-
-def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    address = ipaddress.ip_address(text.partition("%")[0])
-    return (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
 
 
 @dataclass(slots=True)
@@ -96,7 +92,8 @@ class ReachabilityChecker:
         """
         if not address:
             return False
-        now, active = self.clock(), self._active_by_org
+        now = self.clock()
+        active = self._active_by_org
         with self._lock:
             self._peers[peer.peer_id] = state = self._peers.get(peer.peer_id) or _PeerState()
             is_reached, checked_at = state.results.get(address, (False, float("-inf")))
@@ -111,7 +108,8 @@ class ReachabilityChecker:
                 self._pool.submit(self._check, peer, state, address, source)
             except RuntimeError:  # closed
                 return False
-            state.checking, state.since = address, now
+            state.checking = address
+            state.since = now
             active[peer.org] += 1
             return None
 

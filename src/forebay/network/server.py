@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from fastapi import FastAPI
 
@@ -41,6 +41,7 @@ ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
 THREAD_JOIN_S = 10.0
 START_S = 30.0
 T = TypeVar("T")
+Task: TypeAlias = Callable[[], Awaitable[None]]
 log = logging.getLogger("forebay.network")
 
 
@@ -73,7 +74,7 @@ class Server:
             add_trust_routes(self.app, self.identity)
         self._listener: socket.socket | None = None
         self._thread: SupervisedThread | None = None
-        self._tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self._tasks: list[tuple[str, Task]] = []
         self._lock = threading.Lock()
 
     @property
@@ -95,7 +96,7 @@ class Server:
         """Connections closed because of a missing certificate or a limit."""
         return self._core.connections.num_refused
 
-    def add_task(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
+    def add_task(self, name: str, body: Task) -> None:
         """Add a background task of the server's loop; call it before `start`.
 
         An exception is logged with its traceback and counted; the task restarts after 1 s, doubled to 60 s with each
@@ -188,7 +189,8 @@ class Server:
             await asyncio.gather(*tasks, *core.state.tasks, return_exceptions=True)
 
     async def _drain(self, timeout_s: float) -> bool:
-        core, deadline = self._core, self._loop.time() + timeout_s
+        core = self._core
+        deadline = self._loop.time() + timeout_s
         core.is_draining = True
         self._close_listener()
         core.connections.cancel_handshakes()
@@ -205,7 +207,7 @@ class Server:
             self._loop.remove_reader(self._listener)
             self._listener.close()
 
-    async def _supervise(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
+    async def _supervise(self, name: str, body: Task) -> None:
         pause_s = FIRST_WAIT_S
         while True:
             started = self._loop.time()
@@ -221,7 +223,8 @@ class Server:
             pause_s = min(MAX_WAIT_S, 2 * pause_s)
 
     async def _sweep(self) -> None:
-        core, limits = self._core, self._core.limits
+        core = self._core
+        limits = self._core.limits
         while True:
             period_s = min(4.0, limits.idle_s / 4, limits.head_s / 4, limits.handshake_s / 2, limits.send_s / 4)
             due = self._loop.time() + period_s

@@ -37,7 +37,8 @@ from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity
 from forebay.threads import failures as thread_failures
 
-MIN_PIECE_BYTES, PIECE_BYTES = 4096, 256 << 10
+MIN_PIECE_BYTES = 4096
+PIECE_BYTES = 256 << 10
 PIECE_S = 0.1  # maximum wait for a piece under a limit of the upload
 MAX_PIPELINED = 16
 MAX_HEAD_BYTES = 32 << 10
@@ -111,7 +112,9 @@ class ConnectionTable:
 
     def add(self, connection: "PeerProtocol") -> bool:
         """Count a connection after its handshake; False if its peer or group has too many, none of them idle."""
-        party, group, limits = connection.peer.party, connection.peer.group, self.limits
+        party = connection.peer.party
+        group = connection.peer.group
+        limits = self.limits
         own = (c for c in self._connections if c.peer.party == party)
         is_over = self._by_peer[party] >= limits.connections_per_peer
         if (is_over and not self._end_idle(own)) or (
@@ -136,7 +139,8 @@ class ConnectionTable:
 
         It is idle, has sent a part of a request, or has read nothing of its response for SLOW_S.
         """
-        idle, slow = [], []
+        idle = []
+        slow = []
         for connection in connections:
             if not connection.num_active or connection.phase == "body":
                 idle.append(connection)
@@ -315,8 +319,10 @@ class ServerCore:
         self.loop = loop
         for connection in self.connections.all():
             connection.transport.get_extra_info("socket").close()
-        self.connections, self.requests = ConnectionTable(self.limits), RequestTable(self.limits)
-        self.replies, self.state = ReplyCache(), ServerState()
+        self.connections = ConnectionTable(self.limits)
+        self.requests = RequestTable(self.limits)
+        self.replies = ReplyCache()
+        self.state = ServerState()
         self._name_crls()
 
     def _name_crls(self) -> None:
@@ -390,7 +396,8 @@ class ServerCore:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: PeerProtocol) -> None:
         started = False
-        max_body, num_body = self.limits.body_bytes, 0
+        max_body = self.limits.body_bytes
+        num_body = 0
 
         async def bounded_receive() -> Message:
             nonlocal num_body
@@ -430,7 +437,8 @@ class ServerCore:
     def sweep(self) -> None:
         """End connections that are late, expired or revoked."""
         self._name_crls()
-        now, refusals = self.time(), dict[str, str | None]()
+        now = self.time()
+        refusals = dict[str, str | None]()
         self.connections.cancel_handshakes(now - self.limits.handshake_s)
         for connection in self.connections.all():
             peer = connection.peer

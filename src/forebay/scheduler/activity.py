@@ -23,7 +23,8 @@ MAX_RECENT = 64  # uses of a worker from which its rate is computed
 SHARE_SPAN_S = 10.0  # the shares of its time are over this time, and up to twice as much
 STATS_TTL_S = 60.0  # then what a process reported of itself is dropped
 MAX_PROCESSES = 64  # processes of a worker whose reports are stored
-MAX_EVENTS, MAX_USES = 200, 20
+MAX_EVENTS = 200
+MAX_USES = 20
 MAX_CELLS = 2048
 
 _RETURNED = {
@@ -43,8 +44,10 @@ class ProcessStats:
 
     def add(self, stats: WorkerStats, now: float) -> None:
         if self.received_at - self.since >= SHARE_SPAN_S or stats.busy_s < self.base.busy_s:
-            self.since, self.base = self.received_at, self.latest
-        self.received_at, self.latest = now, stats
+            self.since = self.received_at
+            self.base = self.latest
+        self.received_at = now
+        self.latest = stats
 
     def shares(self) -> dict[str, float]:
         """The share of the time that each cause of waiting took."""

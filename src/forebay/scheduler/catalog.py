@@ -147,7 +147,9 @@ class Catalog:
         self.spec = JobSpec(origin.name, origin.id, index.counts, **self.settings)
 
     def _search(self, wait_s: float) -> tuple[Manifest, SliceTable]:
-        origin, deadline, fault = self.origin, time.monotonic() + wait_s, ""
+        origin = self.origin
+        deadline = time.monotonic() + wait_s
+        fault = ""
         while True:
             try:
                 self.claims = self._find_claims(min(ASK_S, wait_s))
@@ -171,7 +173,8 @@ class Catalog:
         return [claim for claim in self.origin.claims(0.0, timeout_s) if claim.is_whole]
 
     def _fetch(self) -> tuple[Manifest, SliceTable]:
-        origin, id = self.origin, str(self.origin.id)
+        origin = self.origin
+        id = str(self.origin.id)
         manifest = origin.get(MANIFEST_FILE, MAX_MANIFEST_BYTES)
         table = origin.get(TABLE_FILE, MAX_TABLE_BYTES)
         parsed = parse(id, manifest, table, origin.url)
@@ -198,7 +201,8 @@ class Catalog:
 
     def describe_job(self, job_id: str) -> dict[str, Any]:
         """The response to `GET /v1/job`."""
-        spec, manifest = self.spec, self.manifest
+        spec = self.spec
+        manifest = self.manifest
         return {
             "job_id": job_id, "name": spec.name, "dataset_id": spec.dataset_id, "layout": manifest.layout,
             "seq_len": self.seq_len, "seed": spec.seed, "epochs": spec.epochs, "num_slices": len(self.table),
@@ -220,7 +224,9 @@ class Catalog:
 
         For a dataset behind URLs that may not be read here the workers are believed: False.
         """
-        row, origins, from_urls = self.table.row(index), self.origins(), self.origin.from_urls
+        row = self.table.row(index)
+        origins = self.origins()
+        from_urls = self.origin.from_urls
         if provider is None and origins and not from_urls and all(origin.is_url for origin in origins):
             return False
         asked = origins if provider is None else [provider]

@@ -62,7 +62,8 @@ class SchedulerCore:
         self.reasons: dict[int, str] = {}  # of slices set aside
         # (peer, slice) to the reporters of wrong bytes, each with the reason; they count for the reporters alone.
         self.reports: dict[tuple[str, int], dict[str, str]] = {}
-        self._salt, self._checks = salt, checks
+        self._salt = salt
+        self._checks = checks
         self._quotas = PeerQuotas(self.sessions, len(spec.samples))
         self._caches = SessionCaches(self.sessions, self.table.free, self.swarm)
         self._num_ids = 0
@@ -121,7 +122,8 @@ class SchedulerCore:
         lease_ids = tuple(session.leases) if request.known_leases is None else request.known_leases
         active, lost = self._check_known(session, lease_ids, now)
         done = self.table.done
-        session.knows_done, session.silent_until = done, now + wait_s
+        session.knows_done = done
+        session.silent_until = now + wait_s
         cause, reason = self._explain(session, now) if len(grants) < request.want else ("", "")
         result = ExchangeResult(
             tuple(accepted), active, tuple(grants), wait_s, done, tuple(refused), tuple(lost),
@@ -269,7 +271,8 @@ class SchedulerCore:
 
     def _explain(self, session: WorkerSession, now: float) -> tuple[str, str]:
         """Why a session gets no more leases now: `ExchangeResult.cause` and `reason`."""
-        table, text = self.table, self.unserved(now)
+        table = self.table
+        text = self.unserved(now)
         barred_s = self._quotas.of(session.key[0]).barred_until - now
         if table.done:
             return "", ""
@@ -309,7 +312,8 @@ class SchedulerCore:
 
     def _describe(self, session: WorkerSession, lease_id: str, now: float) -> LeaseGrant:
         lease = self.table.leases[lease_id]
-        index, providers = lease.slice_index, tuple[Provider, ...]()
+        index = lease.slice_index
+        providers = tuple[Provider, ...]()
         if not session.has_cached(index):
             providers = tuple(self.swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
         return LeaseGrant(
@@ -364,7 +368,8 @@ class SchedulerCore:
             self._advance(now)
 
     def _take_events(self) -> list[Event]:
-        taken, self._events = self._events, []
+        taken = self._events
+        self._events = []
         return taken
 
     def _advance(self, now: float) -> None:

@@ -77,7 +77,8 @@ class FreeRanges:
         for first, end in list(ranges):
             if end == start or first == stop:
                 ranges.remove((first, end))
-                start, stop = min(start, first), max(stop, end)
+                start = min(start, first)
+                stop = max(stop, end)
         ranges.append((start, stop))
 
     def take(self, index: int, start: int, stop: int) -> None:
@@ -86,7 +87,8 @@ class FreeRanges:
             if not 0 <= start < stop <= int(self.samples[index]):
                 raise LeaseError(f"slice {index}: it has no samples [{start}, {stop}).")
             self.fresh[index] = False
-            first, end = 0, int(self.samples[index])
+            first = 0
+            end = int(self.samples[index])
         else:
             ranges = self.returned.get(index, [])
             around = [item for item in ranges if item[0] <= start < stop <= item[1]]

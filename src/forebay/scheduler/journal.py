@@ -171,7 +171,8 @@ class Journal(Closing):
                 self._put += 1
                 if self._since_snapshot >= SNAPSHOT_EVENTS:
                     self._since_snapshot = 0
-                    self._pending.snapshot, self._pending.upto = self.core.snapshot(), len(self._pending.events)
+                    self._pending.snapshot = self.core.snapshot()
+                    self._pending.upto = len(self._pending.events)
             return self._put
 
     def is_durable(self, ticket: int) -> bool:
@@ -199,7 +200,9 @@ class Journal(Closing):
             with self._pending_lock:
                 if self.broken:
                     raise LedgerError(self.broken)
-                pending, self._pending, upto = self._pending, _PendingWrite(), self._put
+                pending = self._pending
+                self._pending = _PendingWrite()
+                upto = self._put
             if self._durable >= upto:
                 return
             try:
@@ -282,7 +285,8 @@ def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
     Job.of(first)
     for key in _IDENTITY:
         if first.body.get(key) != body.get(key):
-            ours, theirs = str(body.get(key))[:70], str(first.body.get(key))[:70]
+            ours = str(body.get(key))[:70]
+            theirs = str(first.body.get(key))[:70]
             raise StateError(
                 f"ledger {path}: it is of another job: expected {key} {ours}, got {theirs}. Use another state "
                 "directory, or the settings that created this one."

@@ -91,7 +91,10 @@ class LeaseTable:
             )
         self.samples = spec.samples.astype(np.int64)
         self.num_samples = int(self.samples.sum())
-        self.epochs, self.lease_s, self.stall_s, self.steal_s = spec.epochs, spec.lease_s, spec.stall_s, spec.steal_s
+        self.epochs = spec.epochs
+        self.lease_s = spec.lease_s
+        self.stall_s = spec.stall_s
+        self.steal_s = spec.steal_s
         self.sessions = WorkerSessions(spec.lease_s)
         self.leases: dict[str, LiveLease] = {}
         self.aside: dict[int, list[SampleRange]] = {}
@@ -108,7 +111,10 @@ class LeaseTable:
         """Start an epoch of which nothing is used; slices that were set aside stay so."""
         if epoch > 0:
             self.free.start_epoch(epoch)
-        self.epoch, self.used, self.leased, self.num_aside = epoch, 0, 0, 0
+        self.epoch = epoch
+        self.used = 0
+        self.leased = 0
+        self.num_aside = 0
         self.used_of: I64 = np.zeros(len(self.samples), np.int64)
         self.num_used_slices = int((self.samples == 0).sum())
         for session in self.sessions.all.values():
@@ -170,7 +176,8 @@ class LeaseTable:
 
         # Spared sessions do not count as considered: else, with many idle, only MAX_VICTIMS could steal at once.
         for victim in islice(sessions.slowest(is_spared), MAX_VICTIMS):
-            victims_speed, remaining = sessions.speed_of(victim), victim.remaining
+            victims_speed = sessions.speed_of(victim)
+            remaining = victim.remaining
             if remaining / victims_speed <= self.steal_s:
                 continue
             share = remaining * speed / (speed + victims_speed)
@@ -265,7 +272,8 @@ class LeaseTable:
                 continue
             if used.start != lease.position or not used.start < used.stop <= lease.stop or used.epoch != self.epoch:
                 raise LeaseError(f"recorded {used}: it does not continue its lease at {lease.position}.")
-            lease.position, lease.progress_at = used.stop, now
+            lease.position = used.stop
+            lease.progress_at = now
             lease.declared_until = max(lease.declared_until, used.stop)
             self.leased -= used.stop - used.start
             progress[lease.key] = progress.get(lease.key, 0) + used.stop - used.start
@@ -383,7 +391,8 @@ class LeaseTable:
         self.sessions.mean_speed = None
         for key, session in self.sessions.all.items():
             self.sessions.touch(key, now)
-            session.progress_at, session.speed = now, SpeedEstimate()
+            session.progress_at = now
+            session.speed = SpeedEstimate()
             if session.leases:
                 session.speed.start(now)
             self.sessions.update_finish(session, now)

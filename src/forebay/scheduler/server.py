@@ -57,7 +57,8 @@ LIMITS = ServerLimits(
     requests_per_s=1000.0, idle_s=150.0,
 )  # fmt: skip
 GATHER_S = 0.005  # how long a commit waits for others: about as long as an fsync, and one for many saves CPU
-CHECK_EVERY_S, MAX_CHECK_WAIT_S = 0.5, 600.0
+CHECK_EVERY_S = 0.5
+MAX_CHECK_WAIT_S = 600.0
 QUIET_S = 1.0  # a worker that lost its connection before the response repeats its request within this time
 STOPPED_S = 1.0  # looks at leases that are later show that this process or its machine was suspended: no worker is late
 END_S = 5.0  # how long a scheduler that starts with finished jobs waits for requests of workers
@@ -111,7 +112,8 @@ class SchedulerService:
         self._activity = Activity()
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
-        self._num_exchanges, self._core_s = 0, 0.0
+        self._num_exchanges = 0
+        self._core_s = 0.0
         self._over_from = 0.0
         self._trust_stamp: object = None
         self._journal: Journal | None = None
@@ -147,7 +149,8 @@ class SchedulerService:
         journal only have END_S to send a request.
         """
         with self._lock:
-            now, core = time.monotonic(), self._open_journal().core
+            now = time.monotonic()
+            core = self._open_journal().core
             return core.table.done and now >= self._over_from and core.all_know_done(now, QUIET_S)
 
     def left_out(self) -> str:
@@ -276,7 +279,8 @@ class SchedulerService:
             self._trust_stamp = stamp
             for session in core.sessions.all.values():
                 if revocations.find(session.key[0], session.organisation) is not None:
-                    session.deadline, session.fault = -math.inf, "revoked"
+                    session.deadline = -math.inf
+                    session.fault = "revoked"
                     self._activity.mark_revoked(session.key[0])
         return core.expire(time.monotonic())
 
@@ -328,11 +332,10 @@ class SchedulerService:
     # Exchanges.
 
     def _app(self) -> FastAPI:
-        errors: dict[type[Exception], tuple[int, str]] = {
+        app = make_app("Forebay scheduler", self._metrics, {
             LeaseError: (409, "refused"), StaleAttemptError: (409, STALE_ATTEMPT), UsageError: (400, "bad_request"),
             LedgerError: (503, "ledger"),
-        }  # fmt: skip
-        app = make_app("Forebay scheduler", self._metrics, errors)
+        })  # fmt: skip
         app.post(
             "/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply,
             summary="Report uses and cached slices, and get leases.",
@@ -351,20 +354,16 @@ class SchedulerService:
         )
         return app
 
-    def _check_running(self) -> None:
-        if self._stopping.is_set():
-            raise ApiError(503, "stopping", "this scheduler is stopping; repeat the request after its restart.", 1.0)
-
-    def _check_job(self, peer: Peer) -> None:
-        """Refuse a peer whose certificate does not cover this job."""
+    def _member(self, request: Request) -> Peer:
+        """The peer that sent a request; ApiError if its certificate does not cover this job."""
+        peer = peer_of(request)
         if not peer.scope.includes(self.name):
             text = f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
             raise ApiError(403, "not_covered", text)
+        return peer
 
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
-        self._check_running()
-        peer = peer_of(request)
-        self._check_job(peer)
+        peer = self._member(request)
         if message.uses and message.job_id != self._open_journal().job_id:
             raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
         if message.uses:
@@ -418,11 +417,11 @@ class SchedulerService:
     # Status and administration.
 
     async def _read_job(self, request: Request) -> Response:
-        self._check_job(peer_of(request))
+        self._member(request)
         return JsonResponse(self._catalog.describe_job(self._open_journal().job_id))
 
     async def _read_file(self, request: Request, dataset_id: str, name: str) -> Response:
-        self._check_job(peer_of(request))
+        self._member(request)
         if dataset_id != self._catalog.spec.dataset_id or name not in (MANIFEST_FILE, TABLE_FILE):
             raise ApiError(404, "unknown_file", f"this scheduler has no {name[:80]!r} of {dataset_id[:80]}")
         path = self._catalog.store.path(dataset_id, name)
@@ -430,8 +429,7 @@ class SchedulerService:
 
     async def _read_status(self, request: Request) -> Response:
         """The status; workers, events and reports are for viewers."""
-        peer = peer_of(request)
-        self._check_job(peer)
+        peer = self._member(request)
         hidden: dict[str, Any] = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
         return JsonResponse(self.status() | ({} if peer.scope.allows("viewer") else hidden))
 
@@ -454,9 +452,7 @@ class SchedulerService:
     async def _administer(
         self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]], **fields: str
     ) -> Response:
-        self._check_running()
-        peer = peer_of(request)
-        self._check_job(peer)
+        peer = self._member(request)
         if await self._change(change):
             self.identity.record_event(verb, job=self.name, by=peer.peer_id, **fields)
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)

@@ -27,7 +27,8 @@ def format_ranges(indexes: I64) -> str:
     if len(indexes) == 0:
         return ""
     edges = np.flatnonzero(np.diff(indexes) != 1)
-    first, last = indexes[np.concatenate([[0], edges + 1])], indexes[np.concatenate([edges, [len(indexes) - 1]])]
+    first = indexes[np.concatenate([[0], edges + 1])]
+    last = indexes[np.concatenate([edges, [len(indexes) - 1]])]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first.tolist(), last.tolist()))
 
 
@@ -48,7 +49,8 @@ def parse_ranges(text: object, stop: int) -> I64:
     numbers = np.fromstring(text.replace("-", ","), np.int64, sep=",")
     marks = np.frombuffer(text.encode(), np.uint8)
     is_dash = marks[(marks == ord(",")) | (marks == ord("-"))] == ord("-")  # between two numbers
-    first, last = numbers[np.append(True, ~is_dash)], numbers[np.append(~is_dash, True)]
+    first = numbers[np.append(True, ~is_dash)]
+    last = numbers[np.append(~is_dash, True)]
     if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] >= stop:
         raise wrong(f"ranges that rise within [0, {stop})")
     counts = last - first + 1
@@ -85,7 +87,8 @@ class Members:
         row = self._free.pop()
         self.ids[row] = peer_id
         self.rows[peer_id] = row
-        self.is_origin[row], self.gives[row] = is_origin, gives
+        self.is_origin[row] = is_origin
+        self.gives[row] = gives
         self.uploads[row] = 0
 
     def remove(self, peer_id: str) -> None:
@@ -101,7 +104,8 @@ class Members:
         """The member has exactly these slices."""
         if have.shape != (self.num_slices,):
             raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
-        row, new = self.rows[peer_id], np.packbits(have, bitorder="little")
+        row = self.rows[peer_id]
+        new = np.packbits(have, bitorder="little")
         old = self._bits[:, row].copy()
         changed = np.flatnonzero(new != old)
         if not len(changed):
@@ -114,7 +118,8 @@ class Members:
 
     def set(self, peer_id: str, index: int, value: bool) -> None:
         """The member has one slice, or not."""
-        byte, bit = (index >> 3, self.rows[peer_id]), np.uint8(1 << (index & 7))
+        byte = (index >> 3, self.rows[peer_id])
+        bit = np.uint8(1 << (index & 7))
         if bool(self._bits[byte] & bit) != value:
             self._bits[byte] ^= bit
             self.copies[index] += 1 if value else -1
@@ -215,7 +220,8 @@ class Downloads(OrderedDict[Pair, Download]):
         return download
 
 
-_AVOID_S, _MAX_AVOID_S = 1.0, 60.0
+_AVOID_S = 1.0
+_MAX_AVOID_S = 60.0
 BAN_S = 3600.0
 _DAMAGED = 2  # slices
 _MAX_BANNED = 256  # nodes that are banned for one
@@ -269,7 +275,8 @@ class PeerPenalties:
 
     def lied(self, asker: str, member: str, index: int, now: float, *, is_origin: bool) -> bool:
         """A member sent the asker wrong bytes of a slice; return whether it is banned for the asker's node now."""
-        node, own = node_of(member), node_of(asker)
+        node = node_of(member)
+        own = node_of(asker)
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())
             slices.add(index)

@@ -42,7 +42,8 @@ MAX_WANTED = 4096
 """Missing slices in one request."""
 BUSY_S = 2.0
 _HAVE_S = 10.0
-IDLE_S, MIN_BYTES_PER_S = 10.0, 32 << 10
+IDLE_S = 10.0
+MIN_BYTES_PER_S = 32 << 10
 """A tracker is left if fewer bytes verified for so long."""
 _MIN_PATIENCE_S, _SLICE_BYTES_PER_S = 30.0, 512 << 10  # until the data nodes are asked; of a slice that is waited for
 _DIRECT_S = 300.0
@@ -303,10 +304,12 @@ class SwarmReader:
         with self._changed:
             now = self.now()
             is_wanted = bool(self._waiting or self._sources)
-            elapsed_s, num_verified = now - self._judged_at, self.num_verified
+            elapsed_s = now - self._judged_at
+            num_verified = self.num_verified
             if is_wanted and elapsed_s < IDLE_S:
                 return
-            self._judged_at, self.num_verified = now, 0
+            self._judged_at = now
+            self.num_verified = 0
             if not is_wanted or num_verified >= MIN_BYTES_PER_S * elapsed_s:
                 self._good_at = now
                 return

@@ -59,7 +59,8 @@ class Swarm:
         `have`: [num_slices] flags of its slices; None: as before. Ignored for an origin, which has all, and for a
         member without an address, which serves none.
         """
-        members, peer_id = self._members, holder.peer_id
+        members = self._members
+        peer_id = holder.peer_id
         before = self._providers.get(peer_id)
         if before is not None and (before.is_origin, not before.address) != (holder.is_origin, not holder.address):
             self.leave(peer_id)
@@ -150,7 +151,8 @@ class Swarm:
         """The asker has the slice, verified, from the provider that it was sent to, or another. It may have left."""
         done = self._downloads.get((asker, index))
         if done is not None and done.holder in self._providers:
-            seconds, usual_s = max(now - done.since, 1e-6), self._downloads.usual_s
+            seconds = max(now - done.since, 1e-6)
+            usual_s = self._downloads.usual_s
             self._downloads.usual_s = usual_s + 0.1 * (seconds - usual_s) if usual_s else seconds
             self.penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
@@ -218,7 +220,8 @@ class Swarm:
         indexes = self._downloads.slices_of(asker)
         if not indexes:
             return []
-        assigned, shunned = [], self._shunned(asker, now)
+        assigned = []
+        shunned = self._shunned(asker, now)
         for index in sorted(set(indexes).intersection(missing.tolist()))[:num]:
             download = self._downloads.get((asker, index))
             assert download is not None

@@ -27,7 +27,9 @@ from forebay.swarm.steering import Swarm
 MAX_AT_ONCE = 64
 _MAX_PEERS = 16  # sharers named in a response, as the next trackers
 _MAX_SESSIONS, _MAX_SESSIONS_PER_ORGANISATION = 64, 2048  # of a node; each costs a bit per slice
-_WAIT_S, _IDLE_WAIT_S, _MAX_REQUESTS_PER_S = 0.2, 2.0, 200.0
+_WAIT_S = 0.2
+_IDLE_WAIT_S = 2.0
+_MAX_REQUESTS_PER_S = 200.0
 log = logging.getLogger("forebay.network")
 
 
@@ -142,7 +144,8 @@ def steer(
         member: Name and address that others get; without an address it is not named to others.
         may_fetch: False while its address is being checked: it repeats the request in a moment.
     """
-    me, registered = member.peer_id, swarm.get(member.peer_id)
+    me = member.peer_id
+    registered = swarm.get(member.peer_id)
     have = None
     if request.have is not None:
         have = np.zeros(swarm.num_slices, np.bool_)

@@ -25,7 +25,8 @@ _DEAD_S = 30.0  # how long a tracker that did not respond is not asked
 _LEFT_S = 300.0  # how long a tracker of which too little came is asked after the others
 _OVERLOADED_S = 1.0
 _DAY_S = 86_400.0
-_MAX_SHARERS_PER_REPLY, _MAX_SHARERS = 16, 256
+_MAX_SHARERS_PER_REPLY = 16
+_MAX_SHARERS = 256
 _MAX_REPLY_BYTES = 1 << 20
 log = logging.getLogger("forebay.swarm")
 
@@ -98,7 +99,8 @@ class TrackerClient:
             self._post(self._ranked[0], {**body, "leave": True}, 1.0)
 
     def _drop_first(self) -> None:
-        lost, now = self._ranked.pop(0), time.monotonic()
+        lost = self._ranked.pop(0)
+        now = time.monotonic()
         self._sharers.pop(lost.address, None)
         self._dead = {address: until for address, until in self._dead.items() if until > now}
         self._dead[lost.address] = now + _DEAD_S

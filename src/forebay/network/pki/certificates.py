@@ -33,7 +33,8 @@ NODE_VALID_DAYS = 90  # issued by hand; certificates that an admission server re
 EARLY = dt.timedelta(hours=1)  # tolerated difference of clocks
 # Microsoft's arc for a UUID in parts needs no registration. Go's TLS refuses numbers over 2^31, so not one under 2.25.
 _ARC = "1.2.840.113556.1.8000.2554.28444.10836.32014.19212.39473.3038604.9742256"
-SCOPE_OID, ORGANISATION_OID = x509.ObjectIdentifier(f"{_ARC}.1"), x509.ObjectIdentifier(f"{_ARC}.2")
+SCOPE_OID = x509.ObjectIdentifier(f"{_ARC}.1")
+ORGANISATION_OID = x509.ObjectIdentifier(f"{_ARC}.2")
 _EARLIER_SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
 SERVER_NAME = "forebay"
 MAX_PATTERNS = 64
@@ -94,7 +95,9 @@ def _builder(
     latest: dt.datetime | None = None,
 ) -> x509.CertificateBuilder:  # fmt: skip
     """What all certificates have in common; `path_length` None: it may not issue others."""
-    now, is_ca, peer_id = dt.datetime.now(dt.UTC), path_length is not None, peer_id_of(key.public_bytes_raw())
+    now = dt.datetime.now(dt.UTC)
+    is_ca = path_length is not None
+    peer_id = peer_id_of(key.public_bytes_raw())
     end = now + dt.timedelta(days=days)
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
     usage = x509.KeyUsage(
@@ -158,7 +161,8 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
 
     The caller must check that the chain is valid now, and revocation. Raises ProtocolError.
     """
-    cert, root_cert = _parse(der_cert), _parse(root)
+    cert = _parse(der_cert)
+    root_cert = _parse(root)
     peer = _read(cert)
     who = f"peer {peer.peer_id} ({peer.name})"
     if _is_ca(cert):
@@ -173,7 +177,8 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
             f"{who}: its issuer is neither our root nor an organisation that it shows. "
             "Both sides need a certificate of the same network: see `forebay network join`."
         )
-    org, org_cert = organisation_of(carried.value, root), _parse(carried.value)
+    org = organisation_of(carried.value, root)
+    org_cert = _parse(carried.value)
     if key_id_of(org.peer_id) != issuer_key_id:
         raise ProtocolError(
             f"{who}: expected the certificate of the organisation that issued its own, "
@@ -192,7 +197,8 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
 @functools.lru_cache(maxsize=256)
 def organisation_of(der_cert: bytes, root: bytes) -> Peer:
     """Verify that the root signed an organisation's certificate; return the organisation. Raises ProtocolError."""
-    cert, root_cert = _parse(der_cert), _parse(root)
+    cert = _parse(der_cert)
+    root_cert = _parse(root)
     org = _read(cert)
     _check_issuer(cert, root_cert, f"organisation {org.peer_id} ({org.name})", "the network's root")
     return _verified(org, cert, root_cert)
@@ -200,7 +206,8 @@ def organisation_of(der_cert: bytes, root: bytes) -> Peer:
 
 def check_root(root: bytes, network_id: str) -> None:
     """Check that a root certificate (DER) has the network's key and is signed by it. Raises ProtocolError."""
-    cert, peer_id = _parse(root), peer_of(root).peer_id
+    cert = _parse(root)
+    peer_id = peer_of(root).peer_id
     if peer_id != network_id:
         raise ProtocolError(f"root-cert.pem: expected the root of network {network_id}, got {peer_id}")
     _check_issuer(cert, cert, f"root {peer_id}", "itself")

@@ -53,8 +53,10 @@ class Identity:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
         self.contacts = Contacts()
-        network, self._key = files.read_network(node_dir), files.read_key(node_dir / "node-key.pem")
-        self.network_id, self.network_name = network.network_id, network.name
+        network = files.read_network(node_dir)
+        self._key = files.read_key(node_dir / "node-key.pem")
+        self.network_id = network.network_id
+        self.network_name = network.name
         self.bootstrap = list(network.bootstrap)
         self.public_key: bytes = self._key.public_key().public_bytes_raw()
         self.peer_id = peer_id_of(self.public_key)
@@ -77,9 +79,13 @@ class Identity:
                 "Renew the certificate (forebay network renew), or join again in another directory."
             )
         peer = verify_certificate(der_of(cert), self.root)
-        self.as_peer, self.certificate = peer, cert
-        self.name, self.org, self.scope = peer.name, peer.org, peer.scope
-        self.expires_at, self.valid_s = peer.valid_until, peer.valid_until - peer.valid_from
+        self.as_peer = peer
+        self.certificate = cert
+        self.name = peer.name
+        self.org = peer.org
+        self.scope = peer.scope
+        self.expires_at = peer.valid_until
+        self.valid_s = peer.valid_until - peer.valid_from
         self.warn_of_expiry(time.time())
 
     def warn_of_expiry(self, now: float) -> None:
@@ -211,12 +217,15 @@ def _issue(
     scope: Scope = UNBOUNDED,
 ) -> None:  # fmt: skip
     """Certify the key of a new member, or that of the directory's member again: `name` is None."""
-    issuer_dir, folder, is_new = Path(issuer_dir), Path(out_dir), name is not None
+    issuer_dir = Path(issuer_dir)
+    folder = Path(out_dir)
+    is_new = name is not None
     if name is not None:
         files.check_new(folder, kind, name)
     else:
         old = files.read_certs(folder / f"{kind}-cert.pem")[0]
-        name, scope = files.peer_in(old).name, scope_of(old)
+        name = files.peer_in(old).name
+        scope = scope_of(old)
     path = folder / f"{kind}-key.pem"
     key = Ed25519PrivateKey.generate() if is_new and not path.exists() else files.read_key(path)
     pem = MemberRecord(issuer_dir).issue(name, key.public_key(), scope, valid_days, is_organisation=kind == "org")

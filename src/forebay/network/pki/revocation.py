@@ -235,8 +235,10 @@ class Revocations:
         if now - self._refreshed_at < LOOK_EVERY_S:
             return
         self._refreshed_at = now
-        before, self._stamps = self._stamps, {}
-        faults, self._faults = self._faults, {}
+        before = self._stamps
+        self._stamps = {}
+        faults = self._faults
+        self._faults = {}
         for path in (self._text_path, *self._folder.glob("*.pem")):
             try:
                 stamp = file_stamp(path)
@@ -291,7 +293,8 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
 
 
 def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) -> Crl:
-    issuer, revocations = read_issuer(folder), Revocations(folder)
+    issuer = read_issuer(folder)
+    revocations = Revocations(folder)
     revocations.check()
     last = revocations.crls().get(issuer.peer_id)
     # At least the time: a directory restored from an old copy must not sign an old number again.
