@@ -106,8 +106,7 @@ def network_prefix(ip: str, v4_bits: int, v6_bits: int) -> str:
         address = parse_ip(ip)
     except ValueError:
         return ip
-    bits = v4_bits if address.version == 4 else v6_bits
-    return str(ipaddress.ip_network((address, bits), strict=False))
+    return str(ipaddress.ip_network((address, v4_bits if address.version == 4 else v6_bits), strict=False))
 
 
 MAX_CONTACTS = 64

@@ -125,8 +125,7 @@ class PeerOrigin(Origin):
         """Open a URL, or return an UnusableOrigin. With the lock held."""
         if url not in self._opened:
             try:
-                timeouts = Timeouts(stall_s=10.0)
-                opened = open_untrusted_origin(url, self.from_urls, timeouts=timeouts)
+                opened = open_untrusted_origin(url, self.from_urls, timeouts=Timeouts(stall_s=10.0))
             except NetworkError as error:
                 log.info("%s: a URL that peers name is not read: %s", self.url, error)
                 opened = UnusableOrigin(url, error)
@@ -243,8 +242,7 @@ def open_peers(
         raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got ?{parts.query}")
     is_default = identity is None
     if identity is None:
-        home = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay")
-        identity = home / quote(network, safe="")
+        identity = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay") / quote(network, safe="")
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
     if identity.network_name != network and not is_default:
         raise UsageError(

@@ -52,8 +52,7 @@ class PeerSource(Origin):
         self.url = f"forebay-peer://{self.peer_id}@{self.address}"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        is_slice = name.endswith(".safetensors")
-        path = f"/v1/slices/{self.sha256_of(name)}" if is_slice else self._file_path(name)
+        path = f"/v1/slices/{self.sha256_of(name)}" if name.endswith(".safetensors") else self._file_path(name)
         buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
         while start < stop:
             chunk = buffer[: stop - start]

@@ -96,8 +96,7 @@ class TrustWatch:
         """Exchange CRLs with nodes, with all at once."""
 
         def ask(address: HostPort) -> bool | None:
-            named = join_address(*address)
-            return exchange_crls(self.client, self.identity, named, ASK_S, is_urgent=is_urgent) or None
+            return exchange_crls(self.client, self.identity, join_address(*address), ASK_S, is_urgent=is_urgent) or None
 
         parsed = list[HostPort]()
         for address in addresses:

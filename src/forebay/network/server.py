@@ -72,7 +72,6 @@ class Server:
         self._trust: TrustWatch | None = None
         if self.identity is not None:
             add_trust_routes(self.app, self.identity)
-        self._listener: socket.socket | None = None
         self._thread: SupervisedThread | None = None
         self._tasks: list[tuple[str, Task]] = []
         self._lock = threading.Lock()
@@ -149,7 +148,6 @@ class Server:
                 self._thread.stop()
                 self.run_soon(lambda: self._stop.set())
                 self._thread.join(THREAD_JOIN_S)
-                assert self._listener is not None
                 self._listener.close()
 
     def __enter__(self) -> Self:
@@ -202,7 +200,6 @@ class Server:
 
     def _close_listener(self) -> None:
         self._accepting.cancel()
-        assert self._listener is not None
         if self._listener.fileno() != -1:
             self._loop.remove_reader(self._listener)
             self._listener.close()
@@ -233,7 +230,6 @@ class Server:
             core.sweep()
 
     async def _accept(self) -> None:
-        assert self._listener is not None
         while True:
             try:
                 sock, address = await self._loop.sock_accept(self._listener)
@@ -296,8 +292,7 @@ _servers: weakref.WeakSet[Server] = weakref.WeakSet()
 def _after_fork() -> None:
     """Close inherited listeners in a child: clients would connect to them after the parent's end."""
     for server in list(_servers):
-        if server._listener is not None:
-            server._listener.close()
+        server._listener.close()
     _servers.clear()
 
 

@@ -507,8 +507,7 @@ def is_own_host(host: str, listens_at: str) -> bool:
         ipaddress.ip_address(name)
         return True
     except ValueError:
-        is_private = "." not in name or name.endswith(_PRIVATE_SUFFIXES)
-        return is_private or name in (listens_at, socket.getfqdn().lower())
+        return "." not in name or name.endswith(_PRIVATE_SUFFIXES) or name in (listens_at, socket.getfqdn().lower())
 
 
 def _refuse_page(scope: Scope, listens_at: str) -> ApiError | None:

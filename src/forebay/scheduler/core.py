@@ -299,16 +299,16 @@ class SchedulerCore:
         if self.paused:
             return None
         worker = session.key[0]
-        offers = self.swarm.offers(worker, now) if self._is_served is not None else None
-        if offers is not None and offers.is_all:
-            offers = None
+        is_offered = self.swarm.offers(worker, now) if self._is_served is not None else None
 
         def is_avoided(index: int) -> bool:
             if self._avoided and self._avoided.get((worker, index), now) > now:
                 return True
-            return offers is not None and not (session.has_cached(index) or offers.includes(index))
+            return is_offered is not None and not (session.has_cached(index) or is_offered(index))
 
-        return self.table.choose(session, is_avoided, now, offers.copied() if offers is not None else None)
+        # Without an origin only slices with copies are offered.
+        copied = self.swarm.copies() > 0 if is_offered is not None else None
+        return self.table.choose(session, is_avoided, now, copied)
 
     def _describe(self, session: WorkerSession, lease_id: str, now: float) -> LeaseGrant:
         lease = self.table.leases[lease_id]

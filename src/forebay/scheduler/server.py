@@ -32,7 +32,7 @@ from forebay.network.app import ApiError, JsonResponse, Metric, file_response, m
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import STALE_ATTEMPT, ReadmitRequest
+from forebay.network.messages import STALE_ATTEMPT, JsonObject, ReadmitRequest
 from forebay.network.peer import Peer
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import FromUrls
@@ -246,8 +246,7 @@ class SchedulerService:
                 self._add_origins()
                 unserved = self._unserved()
             if bool(was_unserved) != bool(unserved):
-                text = unserved or f"data nodes serve {self.name!r} again"
-                log.warning("scheduler %s: %s", self.name, text)
+                log.warning("scheduler %s: %s", self.name, unserved or f"data nodes serve {self.name!r} again")
 
     def _unserved(self) -> str:
         return self._open_journal().core.unserved(time.monotonic())
@@ -430,10 +429,10 @@ class SchedulerService:
     async def _read_status(self, request: Request) -> Response:
         """The status; workers, events and reports are for viewers."""
         peer = self._member(request)
-        hidden: dict[str, Any] = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
+        hidden: JsonObject = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
         return JsonResponse(self.status() | ({} if peer.scope.allows("viewer") else hidden))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """The progress of the job; samples count over all epochs."""
         with self._lock:
             journal = self._open_journal()
@@ -442,10 +441,9 @@ class SchedulerService:
             )
 
     def _metrics(self) -> list[Metric]:
-        workers = len(self._activity.workers)
-        return status.metrics(self._job_status(), workers, self._num_exchanges, self._core_s)
+        return status.metrics(self._job_status(), len(self._activity.workers), self._num_exchanges, self._core_s)
 
-    def _job_status(self) -> dict[str, Any]:
+    def _job_status(self) -> JsonObject:
         with self._lock:
             return status.job_status(self._open_journal().core, time.monotonic())
 

@@ -152,23 +152,6 @@ class Members:
         self._free = list(range(num_rows - 1, before - 1, -1))
 
 
-class Offers:
-    """The slices of the members that an asker may be sent to (`willing`, [rows]). Valid until the swarm changes."""
-
-    def __init__(self, members: Members, willing: BOOL) -> None:
-        self._members = members
-        self._willing = willing
-        self.is_all = bool((willing & members.is_origin).any())  # one is an origin, which has every slice
-
-    def includes(self, index: int) -> bool:
-        """Whether one of these members has a slice."""
-        return self.is_all or bool((self._members.holders_of(index) & self._willing).any())
-
-    def copied(self) -> BOOL:
-        """[num_slices] flags of what non-origins have; without an origin `includes` is false of all others."""
-        return self._members.copies > 0
-
-
 Pair = tuple[str, int]  # (asker, slice)
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -25,7 +25,7 @@ from forebay.dataset.manifest import SliceTable
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.runs import NoProviderError, TransferCancelledError
 from forebay.network.client import Client
-from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
+from forebay.network.messages import MAX_SWARM_ITEMS, JsonObject, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import PeerSource
@@ -49,7 +49,6 @@ _MIN_PATIENCE_S, _SLICE_BYTES_PER_S = 30.0, 512 << 10  # until the data nodes ar
 _DIRECT_S = 300.0
 _UNANSWERED_S = 0.5
 _REFUSED_S = 10.0
-Body: TypeAlias = dict[str, Any]
 _MAX_SHARE_AGE_S, _MAX_TRACKER_AGE_S = 15.0, 3.0  # of the claims of data nodes
 
 
@@ -221,7 +220,7 @@ class SwarmReader:
         with self._changed:
             num = max(0, self.downloads - len(self._sources))
             requested = np.array(sorted(itertools.islice(self._waiting, MAX_WANTED)), np.int64)
-            body: Body = {
+            body: JsonObject = {
                 "session": self._session, "address": self._address, "want": format_ranges(requested), "num": num,
                 **{name: items[:MAX_SWARM_ITEMS] for name, items in self._updates.items()},
             }  # fmt: skip
@@ -231,7 +230,7 @@ class SwarmReader:
                 if self._reported is None or not np.array_equal(flags, self._reported):
                     self._introduce(body, flags)
                 self._reported_at = now
-        reply: Body | None = None
+        reply: JsonObject | None = None
         try:
             reply = self._tracker.request(body, lambda body: self._introduce(body, self.own_flags()))
         finally:
@@ -249,13 +248,13 @@ class SwarmReader:
             return 0.05
         return wait_s if num > 0 else max(wait_s, BUSY_S)
 
-    def _introduce(self, body: Body, flags: BOOL) -> None:
+    def _introduce(self, body: JsonObject, flags: BOOL) -> None:
         """Tell a tracker that may not know it what this reader has."""
         if "have" not in body and self._address:
             body["have"] = format_ranges(np.flatnonzero(flags))
             self._reported = flags
 
-    def _receive(self, reply: Body, requested: I64) -> float:
+    def _receive(self, reply: JsonObject, requested: I64) -> float:
         """Note the providers of a reply; return how long to wait.
 
         ProtocolError if it is malformed; then none is noted.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -49,7 +49,7 @@ from forebay.network.app import (
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
+from forebay.network.messages import ClaimsReply, JsonObject, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
@@ -63,7 +63,7 @@ from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.share")
 _MAX_SMALL_BYTES = 1 << 30
-RANGED: dict[int | str, dict[str, Any]] = {
+RANGED: dict[int | str, JsonObject] = {
     200: {"content": {BINARY: {}}, "description": "All of it."},
     206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
     416: describe_error("The range is malformed or not in the file."),
@@ -199,7 +199,7 @@ class SliceServer(ABC):
         self._announcer.join(1.0)
         return is_drained
 
-    def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[dict[str, Any]]:
+    def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[JsonObject]:
         """Return signed claims of the datasets, or those of one name or id, that a peer's certificate covers."""
         expires_at = time.time() + self.ttl_s
         own_id = self.identity.peer_id

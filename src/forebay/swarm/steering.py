@@ -13,7 +13,7 @@ The policy:
 Cost: a bit for each member and slice (312 MB for 10,000 of 250,000); a call considers 4,096 of the requested slices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from forebay.arrays import BOOL, I32, I64
 from forebay.errors import UsageError
 from forebay.network.peer import Provider
-from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
+from forebay.swarm.members import Download, Downloads, Members, PeerPenalties
 
 PATIENCE_S = 60.0
 _MAX_WANTED = 4096  # requested slices that one call considers
@@ -183,9 +183,12 @@ class Swarm:
 
     # Queries.
 
-    def offers(self, asker: str, now: float) -> Offers:
-        """The slices that the others can serve to a member now."""
-        return Offers(self._members, self._members.gives & ~self._shunned(asker, now))
+    def offers(self, asker: str, now: float) -> Callable[[int], bool] | None:
+        """Return whether others can serve a slice to a member now; None: one is an origin, which has every slice."""
+        willing = self._members.gives & ~self._shunned(asker, now)
+        if (willing & self._members.is_origin).any():
+            return None
+        return lambda index: bool((self._members.holders_of(index) & willing).any())
 
     def copies(self) -> I32:
         """[num_slices] copies of each slice, without origins."""

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from forebay.arrays import BOOL
 from forebay.errors import ProtocolError
 from forebay.network.client import Client
-from forebay.network.messages import SwarmRequest
+from forebay.network.messages import JsonObject, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of
 from forebay.network.reachability import ReachabilityChecker
 from forebay.swarm.members import parse_ranges
@@ -72,7 +71,7 @@ class Tracker:
         """Whether a dataset is tracked here."""
         return dataset_id in self._tracked
 
-    def handle(self, peer: Peer, dataset_id: str, request: SwarmRequest, source: str = "") -> dict[str, Any]:
+    def handle(self, peer: Peer, dataset_id: str, request: SwarmRequest, source: str = "") -> JsonObject:
         """Return the SwarmReply to a member at the IP address `source`.
 
         Raises:
@@ -113,7 +112,7 @@ class Tracker:
             )
         members.add(member)
 
-    def status(self) -> dict[str, dict[str, Any]]:
+    def status(self) -> dict[str, JsonObject]:
         """Return figures of each dataset, by id, for status and metrics."""
         with self._lock:
             now = time.monotonic()
@@ -133,9 +132,7 @@ class Tracker:
         tracked.swarm.expire(now)
 
 
-def steer(
-    swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, may_fetch: bool = True
-) -> dict[str, Any]:
+def steer(swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, may_fetch: bool = True) -> JsonObject:
     """Apply the request of a member to its swarm and return the SwarmReply.
 
     ProtocolError if ranges are malformed; nothing is applied then.
@@ -169,12 +166,12 @@ def steer(
     return reply
 
 
-def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = False) -> dict[str, Any]:
+def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = False) -> JsonObject:
     sharers = [_provider_json(sharer) for sharer in swarm.sharers(_MAX_PEERS) if sharer.peer_id != member]
     return {"assignments": [], "wait_s": wait_s, "tell_have": tell_have, "sharers": sharers}
 
 
-def _provider_json(provider: Provider) -> dict[str, Any]:
+def _provider_json(provider: Provider) -> JsonObject:
     name = provider.peer_id
     peer_id = name if provider.is_url else node_of(name)
     return {"member": name, "peer_id": peer_id, "address": provider.address, "is_origin": provider.is_origin}

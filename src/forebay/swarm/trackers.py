@@ -11,10 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from forebay.errors import ForebayError, NetworkError
 from forebay.network.client import Client, RemoteError
+from forebay.network.messages import JsonObject
 from forebay.network.peer import Provider, node_of
 from forebay.recent import RecentDict
 
@@ -73,7 +73,7 @@ class TrackerClient:
         if self._ranked and self._ranked[0] == self.current:
             self._drop_first()
 
-    def request(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    def request(self, body: JsonObject, introduce: Callable[[JsonObject], None]) -> JsonObject | None:
         """Return the response of the first tracker that sends one; None if no tracker does.
 
         `introduce` completes the request for a tracker that does not know this member.
@@ -93,7 +93,7 @@ class TrackerClient:
             introduce(body)
         return None
 
-    def leave(self, body: dict[str, Any]) -> None:
+    def leave(self, body: JsonObject) -> None:
         """Tell the current tracker that this member leaves."""
         if self._ranked:
             self._post(self._ranked[0], {**body, "leave": True}, 1.0)
@@ -136,7 +136,7 @@ class TrackerClient:
 
         self._ranked = sorted(alive, key=rank)
 
-    def _post(self, tracker: Provider, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+    def _post(self, tracker: Provider, body: JsonObject, timeout_s: float) -> JsonObject | None:
         path = f"/v1/swarm/{self.dataset_id}"
         try:
             return self.client.request_json(

@@ -168,7 +168,7 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
     assert send_crl(client, node.address, revoke(network_dir, thief.peer_id))[1]
     with Client(other) as reader:
         assert exchange_crls(reader, other, node.address)
-    assert other.revocations.reason(thief.as_peer) is not None
+    assert other.refusal(thief.as_peer) is not None
     assert other.revocations.numbers() == node.identity.revocations.numbers()
 
 

@@ -13,6 +13,7 @@ import functools
 import json
 import re
 from base64 import b64encode
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,8 +63,8 @@ class Issuer:
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
     """A root's certificate, signed by itself; it may issue organisations."""
     own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
-    builder = _builder(name, name, key.public_key(), valid_days, path_length=1)
-    return builder.add_extension(x509.AuthorityKeyIdentifier(own_id, None, None), critical=False).sign(key, None)
+    authority = x509.AuthorityKeyIdentifier(own_id, None, None)
+    return _builder(name, name, key.public_key(), valid_days, 1, [authority]).sign(key, None)
 
 
 def issue(
@@ -73,28 +74,28 @@ def issue(
     check_scope(scope, issuer.scope)
     if organisation and not issuer.is_root:
         raise UsageError("organisation: expected the directory of a network, got an organisation's.")
-    builder = _builder(
-        name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, issuer.cert.not_valid_after_utc
-    ).add_extension(authority(issuer.cert), critical=False)
+    extensions: list[x509.ExtensionType] = [authority(issuer.cert)]
     if not organisation:
-        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        builder = builder.add_extension(usage, critical=False)
-        # Programs that compare host names, such as Prometheus, expect this one at any address.
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        extensions += [
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+            # Programs that compare host names, such as Prometheus, expect this one at any address.
+            x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]),
+        ]
     if scope != UNBOUNDED:
         raw = canonical_json({"roles": sorted(scope.roles), "datasets": list(scope.datasets)})
-        builder = builder.add_extension(x509.UnrecognizedExtension(SCOPE_OID, raw), critical=False)
+        extensions.append(x509.UnrecognizedExtension(SCOPE_OID, raw))
     if not issuer.is_root:
-        carried = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
-        builder = builder.add_extension(carried, critical=False)
+        extensions.append(x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert)))
+    last = issuer.cert.not_valid_after_utc
+    builder = _builder(name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, extensions, last)
     return builder.sign(issuer.key, None)
 
 
 def _builder(
     name: str, issuer_name: str, key: Ed25519PublicKey, days: float, path_length: int | None,
-    latest: dt.datetime | None = None,
+    extensions: Iterable[x509.ExtensionType], latest: dt.datetime | None = None,
 ) -> x509.CertificateBuilder:  # fmt: skip
-    """What all certificates have in common; `path_length` None: it may not issue others."""
+    """What all certificates have in common, and `extensions`; `path_length` None: it may not issue others."""
     now = dt.datetime.now(dt.UTC)
     is_ca = path_length is not None
     peer_id = peer_id_of(key.public_bytes_raw())
@@ -104,7 +105,7 @@ def _builder(
         digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, decipher_only=False,
         **dict.fromkeys(unused, False),
     )  # fmt: skip
-    return (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer_name)]))
@@ -112,10 +113,12 @@ def _builder(
         .serial_number(serial_number_of(peer_id))
         .not_valid_before(now - EARLY)
         .not_valid_after(end if latest is None else min(end, latest))
-        .add_extension(x509.SubjectKeyIdentifier(key_id_of(peer_id)), critical=False)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=path_length), critical=True)
         .add_extension(usage, critical=True)
     )
+    for extension in (x509.SubjectKeyIdentifier(key_id_of(peer_id)), *extensions):
+        builder = builder.add_extension(extension, critical=False)
+    return builder
 
 
 def name_of(cert: x509.Certificate) -> str:
@@ -190,8 +193,7 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
             f"{who}: its organisation {org.peer_id} ({org.name}) may give "
             f"{', '.join(sorted(org.scope.roles))}, got {', '.join(sorted(beyond))}. Do not trust it."
         )
-    bounded = replace(peer, org=org.peer_id, scope=peer.scope.bounded_by(org.scope))
-    return _verified(bounded, cert, org_cert, root_cert)
+    return _verified(replace(peer, org=org.peer_id, scope=peer.scope.bounded_by(org.scope)), cert, org_cert, root_cert)
 
 
 @functools.lru_cache(maxsize=256)

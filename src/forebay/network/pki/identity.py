@@ -117,7 +117,7 @@ class Identity:
         if not peer.valid_from <= now <= peer.valid_until:
             reason = "has expired" if now > peer.valid_until else "is not valid yet: compare the clocks"
             return f"peer {peer.peer_id} ({peer.name}): its certificate {reason}"
-        return self.revocations.reason(peer)
+        return self.revocations.reason(peer.peer_id, peer.org)
 
     def check_role(self, what: str, role: str, *datasets: str) -> None:
         """Check that the certificate has the role that `what` needs, and covers these names. Raises UsageError."""

@@ -27,7 +27,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
-from forebay.network.peer import Peer
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import is_issuer, read_issuer, read_root
@@ -145,11 +144,11 @@ class Revocations:
         self._digest = _digest(self._crls)
         self._accepted_at: dict[str, float] = {}
 
-    def reason(self, peer: Peer | str) -> str | None:
+    def reason(self, peer_id: str, org: str = "") -> str | None:
         """Reason why a peer is refused: it is revoked, or a file is unreadable, which refuses every peer; or None."""
         if self.fault() is not None:
             return "this node cannot read its revocation lists: see its log"
-        return self.find(peer) if isinstance(peer, str) else self.find(peer.peer_id, peer.org)
+        return self.find(peer_id, org)
 
     def find(self, peer_id: str, org: str = "") -> str | None:
         """The entry that revokes a peer of an organisation, or of none, as text; None if there is none."""
