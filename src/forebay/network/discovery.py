@@ -221,7 +221,7 @@ def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None],
         return ask(address)
 
     results: list[T] = []
-    finished: queue.SimpleQueue[Future[T | None]] = queue.SimpleQueue()
+    finished = queue.SimpleQueue[Future[T | None]]()
     pool = ThreadPoolExecutor(min(MAX_ASKING, len(addresses) or 1), thread_name_prefix="ask")
     try:
         for address in spread(addresses):

@@ -111,8 +111,8 @@ class RequestTable:
         self.limits = limits
         self._upload = TokenBucket(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
         self.num_active = 0
-        self._by_peer: Counter[str] = Counter()
-        self._by_org: Counter[str] = Counter()
+        self._by_peer = Counter[str]()
+        self._by_org = Counter[str]()
         self._buckets = RecentDict[str, TokenBucket](MAX_BUCKETS)
 
     def begin(self, peer: Peer, has_body: bool, now: float) -> tuple[str, str, float] | None:
@@ -181,8 +181,8 @@ class ReplyCache:
     """
 
     def __init__(self) -> None:
-        self._replies: OrderedDict[tuple[str, str], _Reply] = OrderedDict()
-        self._by_peer: Counter[str] = Counter()
+        self._replies = OrderedDict[tuple[str, str], _Reply]()
+        self._by_peer = Counter[str]()
         self._num_bytes = 0
 
     async def answer(self, key: tuple[str, str], app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

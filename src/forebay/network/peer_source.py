@@ -100,17 +100,13 @@ def _classify_error(url: str, error: NetworkError) -> NetworkError:
     if isinstance(error, (ProtocolError, PermanentError, TransientError)):
         return error
     text = f"{url}: {error}"
-    converted: NetworkError = TransientError(text)
+    status = error.status if isinstance(error, RemoteError) else 500
+    is_busy = status in (429, 503)
+    converted: NetworkError = TransientError(text, wait_s=getattr(error, "wait_s", 0.0), throttled=is_busy)
     if isinstance(error, WrongPeerError):
         converted = PermanentError(text)
-    elif isinstance(error, RemoteError):
-        is_busy = error.status in (429, 503)
-        is_final = error.status < 500 and not is_busy
-        converted = (
-            PermanentError(text, status=error.status)
-            if is_final
-            else TransientError(text, wait_s=error.wait_s, throttled=is_busy)
-        )
+    elif status < 500 and not is_busy:
+        converted = PermanentError(text, status=status)
     converted.__cause__ = error
     return converted
 

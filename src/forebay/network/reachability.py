@@ -82,7 +82,7 @@ class ReachabilityChecker:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._peers = RecentDict[str, _PeerState](MAX_PEERS)
-        self._active_by_org: Counter[str] = Counter()
+        self._active_by_org = Counter[str]()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dial")
 
     def check(self, peer: Peer, address: str, source: str) -> bool | None:

@@ -12,11 +12,9 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import socket
 import ssl
 import threading
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
@@ -34,6 +32,7 @@ from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server_connections import PeerProtocol, ServerCore
 from forebay.network.tls import SocketTransport, handshake
 from forebay.storage.hosts import join_address
+from forebay.storage.locks import at_fork
 from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, SupervisedThread
 
 BACKLOG = 1024
@@ -114,7 +113,7 @@ class Server:
         if not ready.wait(START_S):
             self.close()
             raise NetworkError(f"server: no event loop within {START_S:g} s on {self.address}; see the log.")
-        _servers.add(self)
+        at_fork(self)
         if self.identity is not None:
             self._trust = TrustWatch(
                 self.identity, Client(self.identity), peers=self.peers, discovery=self.discovery,
@@ -149,6 +148,10 @@ class Server:
                 self.run_soon(lambda: self._stop.set())
                 self._thread.join(THREAD_JOIN_S)
                 self._listener.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: close the listener, else clients would connect to it after the parent's end."""
+        self._listener.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -284,16 +287,3 @@ def listen(host: str, port: int) -> socket.socket:
             ) from error
         raise NetworkError(f"server: cannot listen on {host}:{port}: {error}") from error
     return listener
-
-
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Close inherited listeners in a child: clients would connect to them after the parent's end."""
-    for server in list(_servers):
-        server._listener.close()
-    _servers.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

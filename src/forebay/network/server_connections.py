@@ -59,8 +59,8 @@ class ConnectionTable:
         self.num_refused = 0
         self._handshakes: dict[asyncio.Task[None], tuple[str, float]] = {}  # address and start; the oldest first
         self._connections: dict[PeerProtocol, None] = {}
-        self._by_peer: Counter[str] = Counter()
-        self._by_org: Counter[str] = Counter()
+        self._by_peer = Counter[str]()
+        self._by_org = Counter[str]()
 
     def __len__(self) -> int:
         return len(self._handshakes) + len(self._connections)
@@ -85,13 +85,11 @@ class ConnectionTable:
         if oldest is not None:
             self._refuse(oldest)
             return True
-        party, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
-        if num > 1 and self._end_idle(c for c in self._connections if c.peer.party == party):
-            return True  # members with one connection each keep it
-        grouped = ((group, num) for group, num in self._by_org.items() if group)
-        group, num = max(grouped, key=lambda item: item[1], default=("", 0))
-        if num > 1 and self._end_idle(c for c in self._connections if c.peer.group == group):
-            return True
+        for attribute, counts in (("party", self._by_peer), ("group", self._by_org)):
+            num, name = max(((num, name) for name, num in counts.items() if name), default=(0, ""))
+            # Members with one connection each keep it.
+            if num > 1 and self._end_idle(c for c in self._connections if getattr(c.peer, attribute) == name):
+                return True
         self.num_refused += 1
         return False
 
@@ -139,17 +137,15 @@ class ConnectionTable:
 
         It is idle, has sent a part of a request, or has read nothing of its response for SLOW_S.
         """
-        idle = []
-        slow = []
+        idle = list[PeerProtocol]()
+        slow = list[PeerProtocol]()
         for connection in connections:
             if not connection.num_active or connection.phase == "body":
                 idle.append(connection)
-            elif connection.flow.write_paused:
+            elif connection.flow.write_paused and connection.core.time() - connection.sent_at >= SLOW_S:
                 slow.append(connection)
-        if not idle and not slow:
-            return False
-        oldest = min(idle, key=lambda c: c.since) if idle else min(slow, key=lambda c: c.sent_at)
-        if not idle and oldest.core.time() - oldest.sent_at < SLOW_S:
+        oldest = min(idle, key=lambda c: c.since, default=None) or min(slow, key=lambda c: c.sent_at, default=None)
+        if oldest is None:
             return False
         oldest.abort()
         self.remove(oldest)
@@ -304,9 +300,9 @@ class ServerCore:
         self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
         self.num_bytes = 0
         self.stalled_s = 0.0
-        self.answers: Counter[int] = Counter()
-        self.limited: Counter[str] = Counter()
-        self.task_failures: Counter[str] = Counter()
+        self.answers = Counter[int]()
+        self.limited = Counter[str]()
+        self.task_failures = Counter[str]()
         self.config = uvicorn.Config(
             self, http=PeerProtocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, interface="asgi3",

@@ -120,8 +120,8 @@ class Activity:
     def __init__(self) -> None:
         self.workers: dict[str, WorkerUsage] = {}
         self.revoked: set[str] = set()  # peer ids
-        self._events: deque[JsonObject] = deque(maxlen=MAX_EVENTS)
-        self._uses: deque[JsonObject] = deque(maxlen=MAX_USES)
+        self._events = deque[JsonObject](maxlen=MAX_EVENTS)
+        self._uses = deque[JsonObject](maxlen=MAX_USES)
 
     def notice(self, peer: Peer, now: float) -> tuple[WorkerUsage, bool]:
         """The usage of a worker that sent a request, and whether it is its first one."""

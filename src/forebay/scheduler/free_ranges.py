@@ -58,7 +58,7 @@ class FreeRanges:
         index = np.arange(len(self.samples), dtype=np.uint64)
         self._order = permute(index, len(self.samples), derive_key(self.seed, "lease slices", epoch)).astype(np.int64)
         self._cursor = 0
-        self._deferred: deque[int] = deque()  # fresh slices before the cursor that other workers have cached
+        self._deferred = deque[int]()  # fresh slices before the cursor that other workers have cached
 
     def replace_cached(self, old: CachedSlices | None, indexes: I64 | None) -> CachedSlices | None:
         """Count the slices that a worker has cached, int64, rising, in place of those that it had; None: none."""

@@ -333,7 +333,7 @@ class SchedulerService:
     def _app(self) -> FastAPI:
         app = make_app("Forebay scheduler", self._metrics, {
             LeaseError: (409, "refused"), StaleAttemptError: (409, STALE_ATTEMPT), UsageError: (400, "bad_request"),
-            LedgerError: (503, "ledger"),
+            ProtocolError: (400, "bad_request"), LedgerError: (503, "ledger"),
         })  # fmt: skip
         app.post(
             "/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply,
@@ -363,13 +363,10 @@ class SchedulerService:
 
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
         peer = self._member(request)
-        if message.uses and message.job_id != self._open_journal().job_id:
-            raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
         if message.uses:
-            try:
-                verify(peer.public_key, receipt_message(message.job_id, message.uses), bytes.fromhex(message.signature))
-            except ProtocolError as error:
-                raise ApiError(400, "bad_request", f"signature: not this peer's over these uses: {error}") from error
+            if message.job_id != self._open_journal().job_id:
+                raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
+            verify(peer.public_key, receipt_message(message.job_id, message.uses), bytes.fromhex(message.signature))
             await self._proofs.check(peer, message.uses, self._open_journal().core)
         # Only an address where the worker answered is given to others: behind NAT it fetches slices and serves none.
         if self._dialer.check(peer, message.address, source_of(request)) is not True:

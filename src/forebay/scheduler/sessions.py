@@ -221,7 +221,7 @@ class SessionCaches:
     swarm: Swarm
 
     def __post_init__(self) -> None:
-        self._bytes: Counter[str] = Counter()  # by organisation
+        self._bytes = Counter[str]()  # by organisation
         self._sharing: dict[str, SessionKey] = {}  # peer to the session by which it is in the swarm
 
     def update(self, session: WorkerSession, address: str, organisation: str, cached: I64 | None, now: float) -> None:

@@ -71,10 +71,12 @@ class Members:
     def __init__(self, num_slices: int) -> None:
         self.num_slices = num_slices
         self.ids: list[str] = []  # "" for a free row
-        self.copies = np.zeros(num_slices, np.int32)  # [num_slices], members that have each slice
+        num_bytes = (num_slices + 7) // 8
+        self._copies = np.zeros((num_bytes, 8), np.int32)  # by bit of `_bits`
+        self.copies = self._copies.ravel()[:num_slices]  # [num_slices], members that have each slice
         self.rows: dict[str, int] = {}
         self._free: list[int] = []
-        self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
+        self._bits = np.zeros((num_bytes, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = np.zeros(0, np.int32)
         self.seen_at = np.zeros(0)
@@ -111,10 +113,8 @@ class Members:
         if not len(changed):
             return
         self._bits[changed, row] = new[changed]
-        slices = (changed[:, None] * 8 + np.arange(8)).ravel()
         was, now = (np.unpackbits(x[changed], bitorder="little").astype(np.int32) for x in (old, new))
-        inside = slices < self.num_slices
-        self.copies[slices[inside]] += (now - was)[inside]
+        self._copies[changed] += (now - was).reshape(-1, 8)
 
     def set(self, peer_id: str, index: int, value: bool) -> None:
         """The member has one slice, or not."""

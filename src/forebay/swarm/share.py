@@ -365,7 +365,7 @@ _app_lock = threading.Lock()
 
 
 def _make_app(title: str, server: SliceServer) -> FastAPI:
-    app = make_app(title, server.metrics)
+    app = make_app(title, server.metrics, {ProtocolError: (400, "bad_request")})
 
     @app.get("/v1/claims", response_model=ClaimsReply, summary="Signed claims of what this node has.")
     async def read_claims(request: Request, name: str | None = None, id: str | None = None) -> Response:
@@ -413,9 +413,6 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         server.find_dataset(peer, dataset_id)
         if not server.tracker.tracks(dataset_id):
             raise ApiError(404, "unknown_swarm", "this node tracks no swarm of this dataset")
-        try:
-            return JsonResponse(server.tracker.handle(peer, dataset_id, message, source_of(request)))
-        except ProtocolError as error:
-            raise ApiError(400, "bad_request", str(error)) from error
+        return JsonResponse(server.tracker.handle(peer, dataset_id, message, source_of(request)))
 
     return app

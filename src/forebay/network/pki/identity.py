@@ -63,7 +63,7 @@ class Identity:
         self.root = files.read_root(node_dir)
         self.revocations = Revocations(node_dir, self.root)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
-        self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
+        self._contexts = weakref.WeakSet[ssl.SSLContext]()
         self._read_certificate()
 
     @classmethod

@@ -89,7 +89,7 @@ class MemberRecord:
         self.path = self.directory / MEMBERS_FILE
         self.certificates: dict[str, IssuedCertificate] = {}
         self.tokens: dict[str, JoinToken] = {}
-        self.users: defaultdict[str, set[str]] = defaultdict(set)
+        self.users = defaultdict[str, set[str]](set)
         self.withdrawn: set[str] = set()
         self._lock, self._offset = threading.Lock(), 0  # up to which the file is read
         read_issuer(self.directory)  # no other directory has a record
