@@ -101,8 +101,9 @@ class FileRange(Response):
                 descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, source, flags)
             except OSError:
                 log.exception("server: cannot open %s", source)
-                error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
-                await error.response()(scope, receive, send)
+                await ApiError(500, "unreadable", "the node cannot read this file; see its log").response()(
+                    scope, receive, send
+                )
                 return
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -171,8 +172,9 @@ def file_response(request: Request, source: Path | int | bytes, size: int) -> Fi
     stop = min(int(match[2]) + 1, size) if match[2] else size
     if not 0 <= start < stop:
         raise ApiError(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
-    headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
-    return FileRange(source, start, stop, 206, headers)
+    return FileRange(
+        source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
+    )
 
 
 def peer_of(request: Request) -> Peer:
@@ -244,8 +246,11 @@ class _MemberRoute(APIRoute):
         async def authorized(request: Request) -> Response:
             peer = peer_of(request)
             if needed is not None and not peer.scope.allows(needed):
-                text = f"the certificate of {peer.peer_id} lacks the role {needed}, which {request.url.path} needs"
-                raise ApiError(403, f"not_{needed}", text)
+                raise ApiError(
+                    403,
+                    f"not_{needed}",
+                    f"the certificate of {peer.peer_id} lacks the role {needed}, which {request.url.path} needs",
+                )
             return await handle(request)
 
         return authorized

@@ -164,8 +164,9 @@ class Client(Closing):
         """
         stop = start + len(into)
         deadline = time.monotonic() + timeout_s
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
-        request = _Request(address, "GET", path, b"", expect_peer, None, deadline, headers)
+        request = _Request(
+            address, "GET", path, b"", expect_peer, None, deadline, {"Range": f"bytes={start}-{stop - 1}"}
+        )
 
         def read(response: StreamedResponse) -> int:
             content_range = response.headers.get("content-range", "")

@@ -86,8 +86,12 @@ class LibtorrentDht:
         for host in self._own_addresses():
             token = self._query(host, b"get_peers", {b"info_hash": key}, ANNOUNCE_S).get(b"token")
             if token:
-                body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
-                self._query(host, b"announce_peer", body, ANNOUNCE_S)
+                self._query(
+                    host,
+                    b"announce_peer",
+                    {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0},
+                    ANNOUNCE_S,
+                )
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Queries this node's store and the nodes near the key, each second until one answers.

@@ -104,8 +104,14 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     if not pending.exists():
         write_key(pending, Ed25519PrivateKey.generate())
     key = read_key(pending)
-    body = {"token": text, "name": name, "request": make_csr(key, name)}
-    answer = _post(token.address, token.issuer, "/v1/admit", body, None, token.expires_at)
+    answer = _post(
+        token.address,
+        token.issuer,
+        "/v1/admit",
+        {"token": text, "name": name, "request": make_csr(key, name)},
+        None,
+        token.expires_at,
+    )
     atomic_write(folder / ADMISSION, json.dumps({"address": token.address}).encode())
     _write_node(folder, answer, key, token.network_id, token.issuer)
     pending.unlink()

@@ -88,8 +88,13 @@ class PeerSource(Origin):
 
     def leaves(self, name: str, info: SliceInfo) -> bytes:
         path = f"/v1/slices/{self.sha256_of(name)}/chunks?chunk_bytes={info.chunk_bytes}"
-        size = num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES
-        return self._ask(self.client.get_bytes, path, size, self.peer_id, self.stall_s)
+        return self._ask(
+            self.client.get_bytes,
+            path,
+            num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES,
+            self.peer_id,
+            self.stall_s,
+        )
 
     def _file_path(self, name: str) -> str:
         return f"/v1/datasets/{self.dataset_id}/{quote(name)}"

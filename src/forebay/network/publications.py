@@ -86,8 +86,9 @@ def sign_dataset(
     certificate = pem_of(identity.certificate).decode()
     if serial is None:
         serial = time.time_ns() // 1000
-    expires_at = now + valid_days * 86400
-    publication = Publication(dataset_id, name, identity.peer_id, serial, now, expires_at, urls, certificate, "", 4)
+    publication = Publication(
+        dataset_id, name, identity.peer_id, serial, now, now + valid_days * 86400, urls, certificate, "", 4
+    )
     publication = replace(publication, signature=identity.sign(publication.signed_bytes()).hex())
     atomic_write(path.with_name(SIGNATURE_NAME), _PUBLICATION.dump_json(publication, indent=1) + b"\n")
     return publication

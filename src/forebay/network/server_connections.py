@@ -425,8 +425,9 @@ class ServerCore:
         except Exception:
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
             if not started:
-                error = ApiError(500, "internal", "the request failed; see the node's log")
-                await error.response()(scope, receive, counted_send)
+                await ApiError(500, "internal", "the request failed; see the node's log").response()(
+                    scope, receive, counted_send
+                )
             else:
                 connection.abort()
 

@@ -4,7 +4,6 @@ Manifest and table are stored in the state directory and verified when read back
 """
 
 import contextlib
-import hashlib
 import logging
 import threading
 import time
@@ -73,17 +72,13 @@ def parse(expected_id: str, manifest: bytes, table: bytes, source: str) -> tuple
     """Verify and parse a manifest and its table.
 
     Raises:
-        IntegrityError: If they are not those of this dataset.
-        DatasetError: If they are, and are malformed.
+        IntegrityError: If the manifest is not that of this dataset.
+        DatasetError: If the table is not, or one of them is malformed.
     """
     parsed = Manifest.from_json(manifest)
     if parsed.id != expected_id:
         raise IntegrityError(f"manifest of {expected_id}: expected that id, got {parsed.id} ({source}).")
-    if (sha256 := hashlib.sha256(table).hexdigest()) != parsed.table_sha256:
-        raise IntegrityError(
-            f"slice table of {expected_id}: expected sha256 {parsed.table_sha256}, got {sha256} ({source})."
-        )
-    return parsed, SliceTable.from_parquet(table, parsed.chunk_bytes)
+    return parsed, parsed.read_table(table, source)
 
 
 def started_id(ledger: Path) -> str:

@@ -307,8 +307,7 @@ class SchedulerCore:
             return is_offered is not None and not (session.has_cached(index) or is_offered(index))
 
         # Without an origin only slices with copies are offered.
-        copied = self.swarm.copies() > 0 if is_offered is not None else None
-        return self.table.choose(session, is_avoided, now, copied)
+        return self.table.choose(session, is_avoided, now, self.swarm.copies() > 0 if is_offered is not None else None)
 
     def _describe(self, session: WorkerSession, lease_id: str, now: float) -> LeaseGrant:
         lease = self.table.leases[lease_id]

@@ -60,8 +60,10 @@ def job_body(spec: JobSpec, **fields: Any) -> JsonObject:
     """
     defaults = {"packing": "concat", "documents": None, "split": None, "skipped_samples": None}
     fields = {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
-    dataset = {"dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples)}
-    return {"name": spec.name, **dataset, "seed": spec.seed, "epochs": spec.epochs, **fields}
+    return {
+        "name": spec.name, "dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples),
+        "seed": spec.seed, "epochs": spec.epochs, **fields,
+    }  # fmt: skip
 
 
 @dataclass
@@ -228,8 +230,10 @@ class Journal(Closing):
             if later := pending.events[pending.upto :]:
                 execute("INSERT INTO batches (events) VALUES (?)", (orjson.dumps([to_row(event) for event in later]),))
             if entries or pending.snapshot is not None:
-                state = {"version": VERSION, "job": self.job_id, "applied": self.ledger.next_seq}
-                execute(_SET_META, ("state", orjson.dumps(state)))
+                execute(
+                    _SET_META,
+                    ("state", orjson.dumps({"version": VERSION, "job": self.job_id, "applied": self.ledger.next_seq})),
+                )
                 execute(_SET_META, ("checkpoint", orjson.dumps(self.ledger.checkpoint())))
 
     def close(self) -> None:

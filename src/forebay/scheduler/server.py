@@ -300,8 +300,9 @@ class SchedulerService:
                     wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)
                     retries[index] = time.monotonic() + wait_s, wait_s
                     continue
-                change = partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
-                for event in await self._change(change):
+                for event in await self._change(
+                    partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
+                ):
                     log.warning("checked: %s", event)
 
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
@@ -357,8 +358,9 @@ class SchedulerService:
         """The peer that sent a request; ApiError if its certificate does not cover this job."""
         peer = peer_of(request)
         if not peer.scope.includes(self.name):
-            text = f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
-            raise ApiError(403, "not_covered", text)
+            raise ApiError(
+                403, "not_covered", f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
+            )
         return peer
 
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
@@ -378,10 +380,19 @@ class SchedulerService:
             sessions = journal.core.sessions
             session = sessions.all.get((peer.peer_id, message.session))
             if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
-                text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
-                raise ApiError(429, "too_many_sessions", text, 10.0)
-            faults = self._catalog.faults_of(session, message.reports)
-            result, new = journal.core.exchange(peer.peer_id, message, now, organisation=peer.org, faults=faults)
+                raise ApiError(
+                    429,
+                    "too_many_sessions",
+                    f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions",
+                    10.0,
+                )
+            result, new = journal.core.exchange(
+                peer.peer_id,
+                message,
+                now,
+                organisation=peer.org,
+                faults=self._catalog.faults_of(session, message.reports),
+            )
             if message.uses and journal.enlisted.get(peer.peer_id, 0.0) < time.time():  # the ledger alone is a proof
                 journal.enlisted[peer.peer_id] = peer.valid_until
                 new = [WorkerEnlisted(peer.peer_id, peer.certificate, peer.name), *new]
@@ -407,8 +418,9 @@ class SchedulerService:
             elif isinstance(event, ProviderReported):
                 sha256 = self._catalog.table.row(event.slice_index).sha256
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
-                details = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
-                self.identity.record_event("bad_provider", **details)
+                self.identity.record_event(
+                    "bad_provider", peer=event.peer_id, slice=sha256, by=event.reporter, reason=event.reason
+                )
 
     # Status and administration.
 

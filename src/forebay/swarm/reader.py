@@ -164,8 +164,9 @@ class SwarmReader:
         return True
 
     def _report_failure(self, index: int, provider: Provider, error: NetworkError) -> None:
-        is_wrong = isinstance(error, (IntegrityError, ProtocolError))
-        self._updates["failed"].append({"index": index, "member": provider.peer_id, "wrong": is_wrong})
+        self._updates["failed"].append(
+            {"index": index, "member": provider.peer_id, "wrong": isinstance(error, (IntegrityError, ProtocolError))}
+        )
         self._counts["failed"] += 1
         if isinstance(error, PermanentError):
             self._refused.setdefault(index, (error, self.now()))
@@ -262,8 +263,9 @@ class SwarmReader:
         try:
             message = SwarmReply.model_validate(reply)
         except ValidationError as error:
-            text = f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
-            raise ProtocolError(text) from error
+            raise ProtocolError(
+                f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
+            ) from error
         named = {item.index: _provider_of(item) for item in message.assignments}
         assigned = {index: provider for index, provider in named.items() if index in requested}
         sharers = [_provider_of(sharer) for sharer in message.sharers]

@@ -98,8 +98,13 @@ class Tracker:
                 if peer.org:
                     self._add_session(tracked, peer.org, me)
             is_reached = True if own is not None else self._dialer.check(peer, request.address, source)
-            member = own or Provider(me, request.address if is_reached else "", False)
-            return steer(swarm, member, request, now, may_fetch=is_reached is not None)
+            return steer(
+                swarm,
+                own or Provider(me, request.address if is_reached else "", False),
+                request,
+                now,
+                may_fetch=is_reached is not None,
+            )
 
     def _add_session(self, tracked: _TrackedSwarm, org: str, member: str) -> None:
         """Count one more member of an organisation; ProtocolError if it has too many. With the lock held."""

@@ -63,8 +63,9 @@ class Issuer:
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
     """A root's certificate, signed by itself; it may issue organisations."""
     own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
-    authority = x509.AuthorityKeyIdentifier(own_id, None, None)
-    return _builder(name, name, key.public_key(), valid_days, 1, [authority]).sign(key, None)
+    return _builder(
+        name, name, key.public_key(), valid_days, 1, [x509.AuthorityKeyIdentifier(own_id, None, None)]
+    ).sign(key, None)
 
 
 def issue(

@@ -73,8 +73,9 @@ def sign_crl(
     builder = builder.add_extension(certificates.authority(issuer.cert), critical=False)
     builder = builder.add_extension(x509.CRLNumber(number), critical=False)
     for serial, revoked_at in revoked.items():
-        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at)
-        builder = builder.add_revoked_certificate(entry.build())
+        builder = builder.add_revoked_certificate(
+            x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at).build()
+        )
     pem = builder.sign(issuer.key, None).public_bytes(serialization.Encoding.PEM)
     return pem if issuer.is_root else certificates.pem_of(issuer.cert) + pem
 
