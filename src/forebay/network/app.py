@@ -335,8 +335,9 @@ def make_app(
 
     @app.get("/metrics", summary="Figures for Prometheus.", response_class=PlainTextResponse)
     async def read_metrics(request: Request) -> Response:
-        own = [*request.state.connection.core.metrics(), *PROCESS_COLLECTOR.collect()]
-        return PlainTextResponse(exposition([*_visible(metrics(), peer_of(request).scope), *own]))
+        visible = _visible(metrics(), peer_of(request).scope)
+        own = request.state.connection.core.metrics()
+        return PlainTextResponse(exposition([*visible, *own, *PROCESS_COLLECTOR.collect()]))
 
     return app
 

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from forebay.errors import NetworkError, ProtocolError
 from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
-from forebay.network.messages import REVOKED, Count, Sha256
+from forebay.network.messages import REVOKED, Count, JsonObject, Sha256
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity, verify
 from forebay.storage.base import PermanentError
@@ -87,11 +87,11 @@ class Claim:
         """Canonical bytes that the signature covers."""
         return b"forebay/2 claim\n" + canonical_json(self._fields())
 
-    def to_json(self, identity: Identity) -> dict[str, Any]:
+    def to_json(self, identity: Identity) -> JsonObject:
         """The claim with its provider's signature, as sent by `GET /v1/claims`."""
         return {**self._fields(), "signature": identity.sign(self.signed_bytes()).hex()}
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> JsonObject:
         return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
 

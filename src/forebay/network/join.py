@@ -160,7 +160,7 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
         root = certificates.der_of(root_cert)
         certificates.check_root(root, network_id)
         peer = certificates.verify_certificate(certificates.der_of(certs[0]), root)
-    except (KeyError, ValueError, TypeError, IndexError, UsageError) as error:
+    except (LookupError, ValueError, TypeError, UsageError) as error:
         raise ProtocolError(f"join: the server's answer is malformed: {type(error).__name__}: {error}") from error
     if named_id != network_id or peer.public_key != key.public_key().public_bytes_raw():
         raise ProtocolError(f"join: expected a certificate of network {network_id} for our key, got another")

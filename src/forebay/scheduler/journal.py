@@ -287,12 +287,12 @@ def _read_meta(database: sqlite3.Connection, key: str) -> JsonObject:
 def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
     Job.of(first)
     for key in _IDENTITY:
-        if first.body.get(key) != body.get(key):
-            ours = str(body.get(key))[:70]
-            theirs = str(first.body.get(key))[:70]
+        ours = body.get(key)
+        theirs = first.body.get(key)
+        if theirs != ours:
             raise StateError(
-                f"ledger {path}: it is of another job: expected {key} {ours}, got {theirs}. Use another state "
-                "directory, or the settings that created this one."
+                f"ledger {path}: it is of another job: expected {key} {str(ours)[:70]}, got {str(theirs)[:70]}. "
+                "Use another state directory, or the settings that created this one."
             )
 
 

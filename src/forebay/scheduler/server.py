@@ -162,7 +162,8 @@ class SchedulerService:
         """Find the dataset, open or resume the job, serve and announce it.
 
         Raises:
-            DatasetError: If no node serves the dataset, or its name stands for several.
+            DatasetError: If no node serves the dataset.
+            UsageError: If its name stands for several.
             StateError: If the state directory holds another job, or another scheduler runs on it.
             NetworkError: If the port is taken or no provider can be read.
         """

@@ -63,9 +63,9 @@ class Tracker:
             own: Providers that live as long as this tracker: the node itself, or the origins behind it.
             own_flags: Slices that `own` have, if they are no origins; read every second.
         """
-        swarm = Swarm(num_slices, origin_slots=origin_slots)
+        tracked = _TrackedSwarm(Swarm(num_slices, origin_slots=origin_slots), own, own_flags)
         with self._lock:
-            self._tracked.setdefault(dataset_id, _TrackedSwarm(swarm, own, own_flags))
+            self._tracked.setdefault(dataset_id, tracked)
 
     def tracks(self, dataset_id: str) -> bool:
         """Whether a dataset is tracked here."""

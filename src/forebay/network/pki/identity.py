@@ -157,7 +157,7 @@ class Identity:
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             self._load_certificates(context)
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:  # also ssl.SSLError
             raise UsageError(f"identity: cannot load certificates from {self.node_dir}: {error}") from error
         self._contexts.add(context)
         return context

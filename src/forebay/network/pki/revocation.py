@@ -68,10 +68,11 @@ def sign_crl(
             f"CRL: expected at most {MAX_REVOKED:,} revoked peers, got {len(revoked):,}. Have the nodes that stay "
             "admitted by a new organisation, and revoke this one."
         )
-    builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.cert.subject)
-    builder = builder.last_update(now).next_update(now + dt.timedelta(days=CRL_VALID_DAYS))
-    builder = builder.add_extension(certificates.authority(issuer.cert), critical=False)
-    builder = builder.add_extension(x509.CRLNumber(number), critical=False)
+    builder = (
+        x509.CertificateRevocationListBuilder(issuer.cert.subject, now, now + dt.timedelta(days=CRL_VALID_DAYS))
+        .add_extension(certificates.authority(issuer.cert), critical=False)
+        .add_extension(x509.CRLNumber(number), critical=False)
+    )
     for serial, revoked_at in revoked.items():
         builder = builder.add_revoked_certificate(
             x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at).build()
