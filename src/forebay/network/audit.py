@@ -82,11 +82,11 @@ class AuditLog(Closing):
                 self._write(self._counted, key[0], {"peer": key[1]}, num)
 
     def _write(self, handler: logging.Handler, kind: str, fields: dict[str, Any], repeats: int = 0) -> None:
-        facts = {
+        values = {
             key: value if isinstance(value, bool | int | float | None) else str(value)[:MAX_TEXT]
             for key, value in fields.items()
         }
-        line = {"at": round(self._now(), 3), "kind": kind, "facts": facts, "repeats": repeats}
+        line = {"at": round(self._now(), 3), "kind": kind, "facts": values, "repeats": repeats}
         handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
 
 

@@ -169,23 +169,23 @@ def find_providers(
     if family:
         keys.append(record_key(network_id, "family", family))
     asked = set[HostPort]()
-    found = list[Claim]()
+    claims = list[Claim]()
     for key in keys:
         deadline = time.monotonic() + timeout_s / len(keys)
-        while not any(dataset_id in ("", claim.dataset_id) for claim in found):
+        while not any(dataset_id in ("", claim.dataset_id) for claim in claims):
             addresses = discovery.find(key, max(0.0, deadline - time.monotonic()))
             fresh = [address for address in addresses if address not in asked][: MAX_ADDRESSES - len(asked)]
             if not fresh:
                 break
             asked.update(fresh)
             try:
-                for claims in ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S):
-                    found += claims
+                for answer in ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S):
+                    claims += answer
             except (OSError, RuntimeError) as error:  # no file descriptor or thread is available
                 raise NetworkError(f"providers of {name}: cannot query {len(fresh)} addresses: {error}") from error
-    if revoked and not found:
+    if revoked and not claims:
         raise PermanentError(revoked[0])
-    unique = {(claim.peer_id, claim.dataset_id): claim for claim in reversed(found)}
+    unique = {(claim.peer_id, claim.dataset_id): claim for claim in reversed(claims)}
     return [unique[key] for key in sorted(unique)]
 
 

@@ -178,10 +178,10 @@ class Catalog:
 
     def refresh(self) -> None:
         """Find the data nodes again; where the DHT names none, known ones that answer still count."""
-        found = list[Claim]()
+        claims = list[Claim]()
         with contextlib.suppress(NoPeersError):
-            found = self._find_claims()
-        self.claims = found or [claim for claim in self.claims if self._is_confirmed(claim)]
+            claims = self._find_claims()
+        self.claims = claims or [claim for claim in self.claims if self._is_confirmed(claim)]
 
     def _is_confirmed(self, claim: Claim) -> bool:
         try:

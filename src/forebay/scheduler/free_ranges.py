@@ -123,11 +123,9 @@ class FreeRanges:
             offered: [S] flags: `is_avoided` is true of all others that are not cached; None where it is of few.
         """
         index = self._choose_cached(cached, is_avoided) if cached is not None else None
-        if index is None and self.returned:
-            returned = self._choose_returned(cached, is_avoided)
-            if returned is not None:
-                return returned
         if index is None:
+            if (returned := self._choose_returned(cached, is_avoided)) is not None:
+                return returned
             index = self._choose_next(is_avoided) if offered is None else self._choose_offered(offered, is_avoided)
         if index is None:
             index = self._choose_deferred(is_avoided)
