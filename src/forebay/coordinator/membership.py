@@ -43,7 +43,8 @@ def apply(state: RunState, event: messages.Event, now: float) -> tuple[RunState,
 
 
 def _join(state: RunState, event: messages.Join, now: float, actions: list[Action]) -> RunState:
-    old, worker = state.members.get(event.worker_id), f"worker {event.worker_id!r}"
+    old = state.members.get(event.worker_id)
+    worker = f"worker {event.worker_id!r}"
     if old is not None:
         if old.session == event.session and old.peer_id == event.peer_id:
             return _put(state, replace(old, seen_at=now, lost_at=None))
@@ -86,7 +87,8 @@ def _apply_member(
     if isinstance(event, messages.Disconnect):
         return _put(state, replace(member, lost_at=now if member.lost_at is None else member.lost_at))
     if isinstance(event, messages.PollChange):
-        polling, returns_at = max(0, member.polling + event.change), member.returns_at
+        polling = max(0, member.polling + event.change)
+        returns_at = member.returns_at
         if event.change > 0:
             returns_at = max(returns_at, now + event.wait_s + messages.ANSWER_S)
         return _put(state, replace(member, polling=polling, seen_at=now, returns_at=returns_at))
@@ -104,9 +106,11 @@ def _apply_member(
     state = _count_step(_put(state, member), generation, event.step, actions)
     match event:
         case messages.Ready():
-            weights, samples = event.step, generation.sample_at(event.step, state.batch_size)
+            weights = event.step
+            samples = generation.sample_at(event.step, state.batch_size)
             if event.held_step is not None:
-                weights, samples = event.held_step, event.held_samples
+                weights = event.held_step
+                samples = event.held_samples
             member = replace(member, ready=True, weights=weights, samples=samples)
             state = _put(state, member)
             if event.broken and not state.broken:  # it may be another's fault: no member is removed for a report
@@ -268,7 +272,8 @@ def _form(state: RunState, now: float, actions: list[Action]) -> RunState:
 
 def _choose_source(state: RunState, survivors: list[RunMember], actions: list[Action]) -> tuple[RunMember, int, int]:
     """The member whose weights the next generation starts with, and its first step and sample."""
-    old, everyone = state.generation, list(state.members.values())
+    old = state.generation
+    everyone = list(state.members.values())
     if old is not None and (state.end is not None or not state.lockstep):
         max_step = _confirmed(state) + 1 if state.lockstep else None
         pool = survivors or everyone

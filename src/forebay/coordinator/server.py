@@ -14,7 +14,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from forebay.network.limits import ServerLimits, TokenBucket
 from forebay.network.messages import ConfigRequest, MeetReply
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
+from forebay.recent import RecentDict
 
 MAX_WORKERS = 1024
 REJOIN_S = 600.0
@@ -80,7 +81,7 @@ class Coordinator:
         if identity is not None:
             identity.check_role("coordinator", "scheduler")
         self._identity = identity
-        self._joins: OrderedDict[str, TokenBucket] = OrderedDict()  # by certificate
+        self._joins = RecentDict[str, TokenBucket](4 * MAX_WORKERS)  # by certificate
         max_connections = 4 * MAX_WORKERS
         per_peer = max_connections if identity is None else 4 * self.rules.workers_per_peer
         limits = ServerLimits(
@@ -145,7 +146,8 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """The progress and members of the run."""
-        state, now = self._state, self._now()
+        state = self._state
+        now = self._now()
         members = [
             {
                 "worker_id": m.worker_id, "rank": state.generation and state.generation.rank_of(m.session),
@@ -200,7 +202,8 @@ class Coordinator:
             if isinstance(action, messages.LogLine):
                 self._on_note(action.text)
             elif isinstance(action, messages.Formed):
-                formed, self._values = action.generation, {}
+                formed = action.generation
+                self._values = {}
                 names = ", ".join(slot.worker_id for slot in formed.places)
                 self._on_note(
                     f"generation {formed.number} from step {formed.start_step}: {len(formed.places)} workers: {names}"
@@ -240,12 +243,14 @@ class Coordinator:
         """The ids of the workers whose certificates are revoked."""
         if self._identity is None:
             return []
-        find, members = self._identity.revocations.find, self._state.members
+        find = self._identity.revocations.find
+        members = self._state.members
         return [worker_id for worker_id, member in members.items() if find(member.peer_id, member.organisation)]
 
     async def _wait(self, request: Request, message: MemberMessage) -> None:
         """Wait until the answer is due, or time is up; apply a Disconnect if the peer closes the connection."""
-        worker_id, session = message.worker_id, message.session
+        worker_id = message.worker_id
+        session = message.session
         self._add_connection(request, message)
         self._apply(messages.PollChange(worker_id, session, +1, message.wait_s))
         try:
@@ -306,7 +311,8 @@ class Coordinator:
         member = self._state.members.get(message.worker_id)
         if member is not None and member.session == message.session and member.peer_id != peer_of(request).peer_id:
             raise ApiError(403, "not_yours", f"worker {message.worker_id!r}: the session is another peer's.")
-        last, step = self._state.config.get("num_steps"), getattr(message, "step", 0)
+        last = self._state.config.get("num_steps")
+        step = getattr(message, "step", 0)
         if isinstance(message, Join):
             if member is None:
                 self._check_capacity(peer_of(request).peer_id)
@@ -314,7 +320,8 @@ class Coordinator:
             raise ApiError(409, "bad_step", f"step: expected at most {last}, the run's last, got {step}.")
 
     def _check_capacity(self, peer_id: str) -> None:
-        members, max_workers = self._state.members, self.rules.workers_per_peer
+        members = self._state.members
+        max_workers = self.rules.workers_per_peer
         if len(members) >= MAX_WORKERS:
             raise ApiError(503, "full", f"the coordinator takes {MAX_WORKERS} workers at a time", 10.0)
         if peer_id and sum(member.peer_id == peer_id for member in members.values()) >= max_workers:
@@ -323,10 +330,8 @@ class Coordinator:
         if not peer_id:
             return
         # At once twice as many joins as it may have workers, later one for each of these in REJOIN_S.
-        bucket = self._joins.setdefault(peer_id, TokenBucket(max_workers / REJOIN_S, 2.0 * max_workers))
-        self._joins.move_to_end(peer_id)
-        if len(self._joins) > 4 * MAX_WORKERS:
-            self._joins.popitem(last=False)
+        bucket = self._joins.get(peer_id) or TokenBucket(max_workers / REJOIN_S, 2.0 * max_workers)
+        self._joins[peer_id] = bucket
         if (wait_s := bucket.try_take(1.0, time.monotonic())) > 0:
             text = f"certificate of {peer_id}: joins too often. Each join stops all workers at the end of a step."
             raise ApiError(429, "joins_too_often", text, wait_s)
@@ -360,13 +365,16 @@ class Coordinator:
 
     async def _meet(self, request: Request, message: MeetRequest) -> Response:
         self._check(request, message)
-        generation, rank = self._state.generation, None
+        generation = self._state.generation
+        rank = None
         if generation is not None and generation.number == message.generation and is_member(self._state, message):
             rank = generation.rank_of(message.session)
         if rank is None:
             raise ApiError(409, "changed", f"generation {message.generation}: no member of it in this session.")
         self._add_connection(request, message)
-        number, values, key = message.generation, self._values, (message.rank, message.key)
+        number = message.generation
+        values = self._values
+        key = (message.rank, message.key)
         if message.value is not None and message.rank != rank:
             raise ApiError(403, "not_yours", f"rank {rank}: expected a key of its own, got one of rank {message.rank}.")
         if message.value is not None and key not in values:

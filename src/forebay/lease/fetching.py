@@ -43,10 +43,13 @@ class CacheIndex:
 
     def __init__(self, cache: ChunkCache, dataset: Dataset) -> None:
         hashes = [row.tobytes().hex() for row in dataset.table.sha256]
-        name, chunk_bytes = dataset.name, dataset.table.chunk_bytes
+        name = dataset.name
+        chunk_bytes = dataset.table.chunk_bytes
         self.sizes = {sha256: (size, name, chunk_bytes) for sha256, size in zip(hashes, dataset.table.bytes.tolist())}
         self._indexes = {sha256: index for index, sha256 in enumerate(hashes)}
-        self._cache, self._dataset_id, self._reported = cache, dataset.id, ""
+        self._cache = cache
+        self._dataset_id = dataset.id
+        self._reported = ""
 
     def changes(self, everything: bool = False) -> dict[str, str]:
         """Dataset id to the ranges of slices in the cache, if they changed since `mark_reported`, or `everything`."""
@@ -73,7 +76,9 @@ class LeaseProviders:
 
     def sources(self) -> list[Origin]:
         """The usable providers. Raises PermanentError with the last reason if there is none."""
-        reason, fetches, grant = "none is known now", self.fetches, self.grant
+        reason = "none is known now"
+        fetches = self.fetches
+        grant = self.grant
         for provider in grant.providers:
             name = provider.peer_id or provider.address
             if name in self._sources:
@@ -137,13 +142,18 @@ class LeaseFetches:
         self, job: LeaseJob, feed: ChunkFeed, granted: GrantedProviders, first_key: int, leases: LeaseState
     ) -> None:
         self.failure: Exception | None = None
-        self._feed, self._granted, self._first_key = feed, granted, first_key
-        self.job, self.leases, self._dataset = job, leases, job.dataset
+        self._feed = feed
+        self._granted = granted
+        self._first_key = first_key
+        self.job = job
+        self.leases = leases
+        self._dataset = job.dataset
         self._needs: dict[str, tuple[ActiveLease, PlanNeeds, float]] = {}  # by lease id; since when
         self.open_url = lru_cache(_MAX_URLS)(lambda url: open_untrusted_origin(url, job.from_urls))
         # The keys are a slice, and a peer id or URL. None: the source was reported, and is still asked.
         self.faults = defaultdict[str, dict[str, NetworkError | None]](dict)
-        self._num_misses, self._not_before = 0, 0.0
+        self._num_misses = 0
+        self._not_before = 0.0
         self._starved_at: float | None = None
 
     def update(self) -> None:
@@ -165,13 +175,15 @@ class LeaseFetches:
         """A slice that was fetched is not needed any more."""
         if (entry := self._needs.pop(grant.lease_id, None)) is not None:
             self._feed.release(entry[1])
-            key, by_key = self._first_key + grant.slice, self._granted.by_key
+            key = self._first_key + grant.slice
+            by_key = self._granted.by_key
             if key in by_key and by_key[key].grant is grant:
                 del by_key[key]
 
     def _start(self, lease: ActiveLease) -> bool:
         """Return whether there was space for it."""
-        grant, table = lease.grant, self._dataset.table
+        grant = lease.grant
+        table = self._dataset.table
         row = table.row(grant.slice) if grant.slice < len(table) else None
         if row is None or (grant.dataset_id, grant.sha256) != (self._dataset.id, row.sha256):
             reason = (

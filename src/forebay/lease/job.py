@@ -46,7 +46,9 @@ class LeaseJob(Closing):
         discovery: Discovery | None, patience_s: float, from_urls: FromUrls,
     ) -> None:  # fmt: skip
         asked = open_peers(url, identity=identity, from_urls=from_urls)
-        self.identity, self.from_urls, self.client = asked.identity, from_urls, Client(asked.identity)
+        self.identity = asked.identity
+        self.from_urls = from_urls
+        self.client = Client(asked.identity)
         self.patience_s = patience_s
         if discovery is None and address is None:
             discovery = join_dht(self.identity)
@@ -59,13 +61,14 @@ class LeaseJob(Closing):
             raise UsageError(f"job {self.name}: expected dataset {asked.id}, got {expected_id}. Leave out ?id=.")
         origin = PeerOrigin(
             self.identity, self.name, expected_id=expected_id, discovery=_DataNodes(self.scheduler),
-            publishers=asked.publishers, from_urls=from_urls,
+            publishers=asked.publishers, from_urls=from_urls, client=self.client,
         )  # fmt: skip
-        origin.client = self.client
         self.dataset = self._open(origin)
 
     def _open(self, origin: PeerOrigin) -> RemoteDataset:
-        deadline, id, faults = time.monotonic() + self.patience_s, str(origin.id), list[ForebayError]()
+        deadline = time.monotonic() + self.patience_s
+        id = str(origin.id)
+        faults = list[ForebayError]()
         with log_while_waiting(
             log, lambda: f"data nodes of {self.name!r}: {faults[-1] if faults else 'no answer yet'}"
         ):

@@ -292,7 +292,8 @@ class ExchangeReply(ExchangeResult):
             raise ProtocolError(f"exchange: expected a response of /v2/exchange: {location}") from error
 
 
-_REQUEST, _REPLY = TypeAdapter(ExchangeRequest), TypeAdapter(ExchangeReply)
+_REQUEST = TypeAdapter(ExchangeRequest)
+_REPLY = TypeAdapter(ExchangeReply)
 
 
 # Proof that a worker has a slice: a keyed digest over a range of it that lease and worker determine. It cannot be made

@@ -21,10 +21,12 @@ from forebay.storage.retry import backoff_s, log_while_waiting
 log = logging.getLogger("forebay.worker")
 STOPPING_S = 3.0  # after a stop each last request is retried for so long
 ANSWER_S = 10.0  # an answer takes milliseconds; a stopped or unreachable scheduler gets another request after this
-FIRST_WAIT_S, MAX_WAIT_S = 0.05, 1.0
+FIRST_WAIT_S = 0.05
+MAX_WAIT_S = 1.0
 MAX_RETRY_AFTER_S = 10.0  # a busy scheduler may ask for a longer wait, up to this
 MAX_JOB_BYTES = 1 << 20
-_PATH, _ROLE = "/v2/exchange", "scheduler"
+_PATH = "/v2/exchange"
+_ROLE = "scheduler"
 
 
 class SchedulerUnreachableError(NetworkError):
@@ -93,10 +95,12 @@ class SchedulerClient:
     def _repeat(self, request: Callable[[str], dict[str, Any]], patience_s: float | None = None) -> dict[str, Any]:
         patience_s = self.patience_s if patience_s is None else patience_s
         stopped_at = time.monotonic()
-        deadline, tried = stopped_at + patience_s, 0
+        deadline = stopped_at + patience_s
+        tried = 0
         with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
             while True:
-                tried, retry_after_s = tried + 1, 0.0
+                tried = tried + 1
+                retry_after_s = 0.0
                 address = self._find()
                 if address is not None:
                     try:
@@ -105,7 +109,8 @@ class SchedulerClient:
                         # A stale attempt: a copy of it was answered, and the answer lost. The next attempt is newer.
                         if error.status < 500 and error.status != 429 and error.code != STALE_ATTEMPT:
                             raise
-                        self._reason, retry_after_s = str(error), error.wait_s
+                        self._reason = str(error)
+                        retry_after_s = error.wait_s
                     except NetworkError as error:
                         self._reason = str(error)
                         with self._lock:

@@ -73,8 +73,10 @@ class LeaseSession(Closing):
         self, job: LeaseJob, settings: SessionSettings, slices: ChunkFeed, granted: GrantedProviders,
         first_key: int = 0, stats_of_loader: Callable[[], Mapping[str, float]] = dict,
     ) -> None:  # fmt: skip
-        self.job, self._slices = job, slices
-        self._stats_of_loader, self._stats_at = stats_of_loader, 0.0
+        self.job = job
+        self._slices = slices
+        self._stats_of_loader = stats_of_loader
+        self._stats_at = 0.0
         with contextlib.ExitStack() as stack:
             self.cache = slices.open_cache()
             # The first session of the cache directory that no process has.
@@ -172,7 +174,8 @@ class LeaseSession(Closing):
         self._replied_at = time.monotonic()
 
     def _stats(self) -> WorkerStats:
-        totals, self._stats_at = self._stats_of_loader(), time.monotonic()
+        totals = self._stats_of_loader()
+        self._stats_at = time.monotonic()
         origin_bytes = self._slices.bytes_of_last()
         waiting_for: Cause = "network" if self.leases.fetching() else "scheduler"
         return WorkerStats(

@@ -93,17 +93,22 @@ class ActiveLease:
         is_whole = stop - self.used == batch_size
         last = self.uses[-1] if self.uses else None
         if last is not None and last.is_whole and last.step == step - 1 and (is_whole or is_alone or stop == self.stop):
-            last.stop, last.step, last.is_whole = stop, step, is_whole
+            last.stop = stop
+            last.step = step
+            last.is_whole = is_whole
         else:
             self.uses.append(LeaseUse(stop, step, is_whole))
         self.used = stop
 
     def unacknowledged(self) -> list[UseMessage]:
         """What was used and is not on record; the digests cover the samples that were read, not those expected."""
-        messages, start, grant = [], self.acknowledged, self.grant
+        messages = []
+        start = self.acknowledged
+        grant = self.grant
         self.uses = [use for use in self.uses if use.stop > start]
         for use in self.uses:
-            digest, stop = "", min(use.stop, self.stop)
+            digest = ""
+            stop = min(use.stop, self.stop)
             if self.read_ids is not None:
                 digest = receipt(self.read_ids[start - grant.start : stop - grant.start].view(np.uint64))[0]
             proof = self.proof if start == grant.start else ""
@@ -226,7 +231,8 @@ class LeaseState:
         is_over = self.closed or lease.ended or lease.reason or lease.started >= lease.stop
         if is_over or stop > lease.allowed_until:
             return None
-        start, lease.started = lease.started, stop
+        start = lease.started
+        lease.started = stop
         if not self._num_outstanding:
             self._started_at = now
         self._num_outstanding += stop - start
@@ -255,7 +261,8 @@ class LeaseState:
 
     def finish(self, lease: ActiveLease) -> None:
         """Its slice is not in use any more."""
-        lease.in_use, lease.path = False, None
+        lease.in_use = False
+        lease.path = None
         self.on_release(lease.grant)
 
     # Fetching.
@@ -272,7 +279,9 @@ class LeaseState:
         """Its slice is in the cache and pinned; `proof` is for the scheduler. Whether the slice is still needed."""
         if lease.ended or self.closed:
             return False
-        lease.path, lease.proof, self.fault = path, proof, ""
+        lease.path = path
+        lease.proof = proof
+        self.fault = ""
         self._fetch_s += (took_s - self._fetch_s) * _NEW_WEIGHT
         return True
 
@@ -336,7 +345,9 @@ class LeaseState:
             lease = self._leases[use.lease_id]
             if use.lease_id in recorded:
                 accepted = recorded[use.lease_id]
-                lease.acknowledged, lease.stop, lease.num_refusals = accepted.offset, accepted.stop, 0
+                lease.acknowledged = accepted.offset
+                lease.stop = accepted.stop
+                lease.num_refusals = 0
             elif self._refuse(lease, use, refused.get(use.lease_id)):
                 released.discard(use.lease_id)  # it is released once its uses are acknowledged
         for lease_id in request.known_leases or ():
@@ -350,7 +361,8 @@ class LeaseState:
         del self._reports[: len(request.reports)]
         for grant in reply.leases:
             if grant.lease_id not in self._leases:
-                start, stop = grant.start, grant.stop
+                start = grant.start
+                stop = grant.stop
                 self._leases[grant.lease_id] = ActiveLease(grant, stop, start, start, start, stop)
                 self._lease_s = grant.expires_in_s
                 weight = _NEW_WEIGHT if self._samples_per_lease else 1.0
@@ -358,7 +370,9 @@ class LeaseState:
         for lease in self.leases:
             lease.allowed_until = lease.stop
         self._release_unused()
-        self.cause, self.reason, self.num_left_out = reply.cause, reply.reason, reply.num_left_out
+        self.cause = reply.cause
+        self.reason = reply.reason
+        self.num_left_out = reply.num_left_out
         wait_s = 0.0 if len(reply.leases) >= request.want else min(_MAX_WAIT_S, max(0.02, reply.wait_s))
         self._not_before = now + wait_s
         self.done = self.done or (reply.done and not self._leases)

@@ -131,7 +131,8 @@ def iter_entries(file: BinaryIO, path: Path | str, seq: int = 0, prev: str = GEN
         if line[-1:] != b"\n":
             return
         entry = read_entry(line[:-1], seq, prev, path)
-        seq, prev = seq + 1, entry.hash
+        seq = seq + 1
+        prev = entry.hash
         yield entry
 
 

@@ -66,14 +66,16 @@ def apply_aside(entry: Entry, job: Job, aside: Asides, ended: Container[int]) ->
 
     LedgerError if the samples are not in the job.
     """
-    index, epoch = entry.body["slice"], entry.body.get("epoch")
+    index = entry.body["slice"]
+    epoch = entry.body.get("epoch")
     if type(index) is not int or not 0 <= index < len(job.samples):
         raise LedgerError(f"expected counts, got {entry.body}")
     if entry.kind == "readmitted":
         for key in [k for k in aside if k[1] == index and k[0] not in ended]:
             del aside[key]
         return
-    start, stop = entry.body["start"], entry.body["stop"]
+    start = entry.body["start"]
+    stop = entry.body["stop"]
     if not (type(epoch) is type(start) is type(stop) is int and 0 <= start < stop <= job.samples[index]):
         raise LedgerError(f"samples [{start}, {stop}) of slice {index} in epoch {epoch} are not in the dataset")
     aside.setdefault((epoch, index), []).append((index, start, stop))
@@ -156,7 +158,8 @@ def open_index(path: str | Path) -> LedgerIndex:
     """Read a ledger. Raises LedgerError if it cannot be read."""
     path = Path(path)
     job: Job | None = None
-    columns, names = UseColumns(), dict[str, str]()
+    columns = UseColumns()
+    names = dict[str, str]()
     try:
         for entry in read_entries(path):
             if entry.seq == 0:

@@ -153,7 +153,8 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
 
 
 def _read_uses(entry: Entry, reading: _Reading) -> None:
-    body, job = entry.body, reading.job
+    body = entry.body
+    job = reading.job
     assert job is not None
     uses = uses_of(entry)
     worker = str(body["worker"])
@@ -202,7 +203,8 @@ def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: f
             repeated.append({**interval, "entry": int(mine["seq"][which])})
     if replay is not None:
         _check_samples(reading, job, table, replay)
-    intact, few_aside = not reading.problems, True
+    intact = not reading.problems
+    few_aside = True
     for e in epochs:
         num_aside = e.get("set_aside", 0)
         total = e["samples"] + e["missing"] + num_aside
@@ -230,7 +232,8 @@ def _check_samples(reading: _Reading, job: Job, table: Array, replay: Replay) ->
     order = np.lexsort((table["start"], table["slice"], table["epoch"]))
     edges = np.flatnonzero(np.diff(table["slice"][order], prepend=-1) | np.diff(table["epoch"][order], prepend=-1))
     for group in np.split(order, edges[1:]) if len(order) else []:
-        epoch, index = int(table["epoch"][group[0]]), int(table["slice"][group[0]])
+        epoch = int(table["epoch"][group[0]])
+        index = int(table["slice"][group[0]])
         seen = np.zeros(int(job.samples[index]), np.int32)
         for row in group:
             ids, _ = replay(job, epoch, index, int(table["start"][row]), int(table["stop"][row]))
@@ -256,7 +259,8 @@ def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tu
     """
     base = np.concatenate([[0], np.cumsum(samples)]).astype(np.int64)
     order = np.argsort(base[slices] + starts, kind="stable")
-    low, high = (base[slices] + starts)[order], (base[slices] + stops)[order]
+    low = (base[slices] + starts)[order]
+    high = (base[slices] + stops)[order]
     reached = _reached(high)
     num_used = int(np.maximum(high - np.maximum(low, reached), 0).sum())
     again = np.flatnonzero(low < reached)
@@ -285,9 +289,11 @@ def _reached(stops: I64) -> I64:
 def _gaps(starts: I64, stops: I64, base: I64) -> I64:
     """(slice, start, stop) of the samples outside of intervals; slice i has the samples [base[i], base[i + 1])."""
     # An empty interval at each end of a slice cuts the gaps there.
-    starts, stops = np.concatenate([starts, base]), np.concatenate([stops, base])
+    starts = np.concatenate([starts, base])
+    stops = np.concatenate([stops, base])
     order = np.argsort(starts, kind="stable")
-    low, high = _reached(stops[order]), starts[order]
+    low = _reached(stops[order])
+    high = starts[order]
     low, high = low[low < high], high[low < high]
     of = np.searchsorted(base, low, "right") - 1
     return np.stack([of, low - base[of], high - base[of]], axis=1)

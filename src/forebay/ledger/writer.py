@@ -43,7 +43,10 @@ class Ledger(Closing):
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
         # `next_seq`: the number of entries, which is the seq of the next.
-        self.next_seq, self._prev, self._size, self._last_bytes = 0, GENESIS, 0, 0
+        self.next_seq = 0
+        self._prev = GENESIS
+        self._size = 0
+        self._last_bytes = 0
         self._synced = (0, GENESIS, 0, 0)
         self._broken = ""
 
@@ -84,8 +87,10 @@ class Ledger(Closing):
                 is_ours = checkpoint is not None and checkpoint.first == last.hash
                 if is_ours and checkpoint is not None and (entry := entry_before(file, checkpoint, self.path)):
                     last = entry
-                    self.next_seq, self._prev = checkpoint.seq, checkpoint.prev
-                    self._size, self._last_bytes = checkpoint.size, checkpoint.last_bytes
+                    self.next_seq = checkpoint.seq
+                    self._prev = checkpoint.prev
+                    self._size = checkpoint.size
+                    self._last_bytes = checkpoint.last_bytes
                 start_bytes = self._size - self._last_bytes
                 file.seek(self._size)
                 for last in iter_entries(file, self.path, self.next_seq, self._prev):
@@ -107,7 +112,9 @@ class Ledger(Closing):
 
     def _advance(self, entry: Entry) -> None:
         self._last_bytes = len(entry.line) + 1
-        self.next_seq, self._prev, self._size = entry.seq + 1, entry.hash, self._size + self._last_bytes
+        self.next_seq = entry.seq + 1
+        self._prev = entry.hash
+        self._size = self._size + self._last_bytes
 
     def append(self, kind: str, body: dict[str, Any], *, sync: bool = True) -> Entry:
         """Sign, write and return an entry; it is on disk then, unless `sync` is False.
@@ -178,9 +185,13 @@ class Ledger(Closing):
 
     def entries(self, start: int = 0, checkpoint: Checkpoint | None = None) -> Iterator[Entry]:
         """The entries on disk from seq `start` on; with a checkpoint before `start`, earlier ones are not read."""
-        seq, prev, offset = 0, GENESIS, 0
+        seq = 0
+        prev = GENESIS
+        offset = 0
         if checkpoint is not None and checkpoint.seq <= start:
-            seq, prev, offset = checkpoint.seq, checkpoint.prev, checkpoint.size
+            seq = checkpoint.seq
+            prev = checkpoint.prev
+            offset = checkpoint.size
         with self.path.open("rb", READ_BYTES) as file:
             file.seek(offset)
             yield from (entry for entry in iter_entries(file, self.path, seq, prev) if entry.seq >= start)

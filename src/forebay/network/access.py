@@ -142,7 +142,8 @@ class AccessPolicy:
             return
         self._stamp = stamp
         try:
-            self._rules, self._fault = read_rules(path), ""
+            self._rules = read_rules(path)
+            self._fault = ""
         except UsageError as error:
             log.error("%s All reads are denied until the file is fixed.", error)
             self._fault = "this node's access list cannot be read; ask its owner"

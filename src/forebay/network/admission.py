@@ -24,8 +24,7 @@ from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.join import check_token
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import AdmitRequest, RenewRequest
-from forebay.network.peer import Peer
+from forebay.network.messages import AdmitRequest, JsonObject, RenewRequest
 from forebay.network.pki.certificates import EARLY, peer_of, scope_of, verify_certificate
 from forebay.network.pki.files import check_name, read_issuer, read_network
 from forebay.network.pki.record import MemberRecord
@@ -57,13 +56,14 @@ class Admissions:
         self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
     ) -> None:
         self.directory = Path(directory)
-        self._audit, self._now = audit, now
+        self._audit = audit
+        self._now = now
         self.issuer = read_issuer(self.directory)
         self._network = read_network(self.directory)
         self._revocations = Revocations(self.directory)
         self._record = MemberRecord(self.directory, now)
 
-    def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
+    def admit(self, message: AdmitRequest, sender: str) -> JsonObject:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
 
         PEM, the network's description, and the CRLs of the root and this issuer. Raises ProtocolError.
@@ -71,7 +71,8 @@ class Admissions:
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
             token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self._now())
-            name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
+            name = message.name
+            peer_id = peer_id_of(key.public_bytes_raw())
             check_name("node", name)
             self._check_not_revoked(peer_id)
             is_new = peer_id not in self._record.users[token.id]
@@ -81,13 +82,14 @@ class Admissions:
             self._record_event(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
             return self._answer(certificate)
 
-    def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
+    def renew(self, message: RenewRequest, sender: str, shown: bytes) -> JsonObject:
         """A renewed certificate, as `admit`, in place of `shown`, that of the handshake (DER), for the same key."""
         with self._recording_refusals("/v1/renew", sender):
             key = _requested_key(message.request)
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
                 raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
-            peer, old = verify_certificate(shown, self._revocations.root), x509.load_der_x509_certificate(shown)
+            peer = verify_certificate(shown, self._revocations.root)
+            old = x509.load_der_x509_certificate(shown)
             who = peer.peer_id
             if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
@@ -109,8 +111,9 @@ class Admissions:
             self._record_event("refused", route=route, address=sender, reason=str(error))
             raise ProtocolError(str(error)) from error
 
-    def _answer(self, certificate: bytes) -> dict[str, Any]:
-        crls, issuers = self._revocations.crls(), {self._revocations.root_id, self.issuer.peer_id}
+    def _answer(self, certificate: bytes) -> JsonObject:
+        crls = self._revocations.crls()
+        issuers = {self._revocations.root_id, self.issuer.peer_id}
         return {
             "certificate": certificate.decode(),
             "root": (self.directory / "root-cert.pem").read_text(),
@@ -120,7 +123,7 @@ class Admissions:
 
     def _check_not_revoked(self, peer_id: str) -> None:
         own = "" if self.issuer.is_root else self.issuer.peer_id
-        if (reason := self._revocations.reason(Peer(peer_id, b"", "", own))) is not None:
+        if (reason := self._revocations.reason(peer_id, own)) is not None:
             raise ProtocolError(reason)
 
     def _record_event(self, kind: str, **fields: Any) -> None:

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from forebay.errors import ProtocolError
 from forebay.network.crl_exchange import CRLS, receive_crl
-from forebay.network.messages import ErrorReply
+from forebay.network.messages import ErrorReply, JsonObject
 from forebay.network.peer import Peer
 from forebay.network.peer import Scope as CertificateScope
 from forebay.network.pki.identity import Identity
@@ -87,19 +87,23 @@ class FileRange(Response):
 
     def __init__(self, source: Path | int | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
         super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
-        self.source, self.start, self.stop = source, start, stop
+        self.source = source
+        self.start = start
+        self.stop = stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope["state"]["connection"]
-        source, descriptor = self.source, self.source if isinstance(self.source, int) else -1
+        source = self.source
+        descriptor = self.source if isinstance(self.source, int) else -1
         if isinstance(source, Path):
             try:
                 flags = os.O_RDONLY | os.O_NOFOLLOW
                 descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, source, flags)
             except OSError:
                 log.exception("server: cannot open %s", source)
-                error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
-                await error.response()(scope, receive, send)
+                await ApiError(500, "unreadable", "the node cannot read this file; see its log").response()(
+                    scope, receive, send
+                )
                 return
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -122,7 +126,9 @@ class FileRange(Response):
         return True
 
     async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
-        source, offset, piece_bytes = self.source, self.start, connection.piece_bytes
+        source = self.source
+        offset = self.start
+        piece_bytes = connection.piece_bytes
         buffer = memoryview(source if isinstance(source, bytes) else bytearray(min(piece_bytes, self.stop - offset)))
         while offset < self.stop and not connection.is_closing:
             if isinstance(source, bytes):
@@ -162,11 +168,13 @@ def file_response(request: Request, source: Path | int | bytes, size: int) -> Fi
     match = re.fullmatch(r"bytes=\s*([0-9]{1,18})-([0-9]{0,18})\s*", header, re.ASCII)
     if match is None:
         raise ApiError(416, "bad_range", f"Range: expected bytes=START-[END], got {header[:80]!r}")
-    start, stop = int(match[1]), min(int(match[2]) + 1, size) if match[2] else size
+    start = int(match[1])
+    stop = min(int(match[2]) + 1, size) if match[2] else size
     if not 0 <= start < stop:
         raise ApiError(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
-    headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
-    return FileRange(source, start, stop, 206, headers)
+    return FileRange(
+        source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
+    )
 
 
 def peer_of(request: Request) -> Peer:
@@ -212,12 +220,12 @@ _ERRORS = {
 }
 
 
-def describe_error(description: str) -> dict[str, Any]:
+def describe_error(description: str) -> JsonObject:
     """An error for a route's `responses`: JSON, whatever the route returns otherwise."""
     return {"description": description, "content": {JSON: {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}}
 
 
-def role(name: str) -> dict[str, Any]:
+def role(name: str) -> JsonObject:
     """The role that a certificate needs, for a route's `openapi_extra`; checked before the body is read."""
     return {"x-role": name}
 
@@ -238,8 +246,11 @@ class _MemberRoute(APIRoute):
         async def authorized(request: Request) -> Response:
             peer = peer_of(request)
             if needed is not None and not peer.scope.allows(needed):
-                text = f"the certificate of {peer.peer_id} lacks the role {needed}, which {request.url.path} needs"
-                raise ApiError(403, f"not_{needed}", text)
+                raise ApiError(
+                    403,
+                    f"not_{needed}",
+                    f"the certificate of {peer.peer_id} lacks the role {needed}, which {request.url.path} needs",
+                )
             return await handle(request)
 
         return authorized
@@ -255,8 +266,7 @@ class _MemberRoute(APIRoute):
 
 
 def _describe(errors: Sequence[Any]) -> str:
-    texts = (f"{'.'.join(map(str, error['loc'])) or 'body'}: {error['msg']}" for error in errors[:3])
-    return "; ".join(texts)[:600]
+    return "; ".join(f"{'.'.join(map(str, error['loc'])) or 'body'}: {error['msg']}" for error in errors[:3])[:600]
 
 
 def add_trust_routes(app: FastAPI, identity: Identity) -> None:
@@ -273,13 +283,14 @@ def add_trust_routes(app: FastAPI, identity: Identity) -> None:
         return Response(crl.pem, media_type=PEM_TYPE)
 
     async def receive(request: Request) -> dict[str, bool]:
-        pem, sender = await request.body(), peer_of(request).peer_id
+        pem = await request.body()
+        sender = peer_of(request).peer_id
         try:
             return {"new": await asyncio.to_thread(receive_crl, identity, pem, sender) is not None}
         except ProtocolError as error:
             raise ApiError(403, "bad_crl", str(error)) from error
 
-    pem: dict[str, Any] = {"content": {PEM_TYPE: {"schema": {"type": "string", "maxLength": 1 << 20}}}}
+    pem: JsonObject = {"content": {PEM_TYPE: {"schema": {"type": "string", "maxLength": 1 << 20}}}}
     app.get(CRLS, operation_id="read_crl_numbers", summary="The number of the CRL of each issuer known here.")(numbers)
     app.get(
         CRLS + "/{issuer}", operation_id="read_crl", response_class=Response, summary="The CRL of an issuer.",
@@ -299,7 +310,7 @@ def make_app(
 
     `errors`: status and code of the response to an exception of a route.
     """
-    responses: dict[int | str, dict[str, Any]] = {status: describe_error(text) for status, text in _ERRORS.items()}
+    responses: dict[int | str, JsonObject] = {status: describe_error(text) for status, text in _ERRORS.items()}
     get_tracer()  # FastAPI makes a span for each request if there is a provider.
     app = FastAPI(
         title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=responses,
@@ -311,7 +322,7 @@ def make_app(
     for kind in (ApiError, HTTPException, ClientDisconnect, RequestValidationError, Exception):
         app.add_exception_handler(kind, _error_response)  # type: ignore[arg-type]
 
-    def describe() -> dict[str, Any]:
+    def describe() -> JsonObject:
         if app.openapi_schema is None:
             app.openapi_schema = schema = get_openapi(title=title, version="1", routes=app.routes)
             schema.setdefault("components", {}).setdefault("schemas", {})["ErrorReply"] = ErrorReply.model_json_schema()
@@ -324,8 +335,9 @@ def make_app(
 
     @app.get("/metrics", summary="Figures for Prometheus.", response_class=PlainTextResponse)
     async def read_metrics(request: Request) -> Response:
-        own = [*request.state.connection.core.metrics(), *PROCESS_COLLECTOR.collect()]
-        return PlainTextResponse(exposition([*_visible(metrics(), peer_of(request).scope), *own]))
+        visible = _visible(metrics(), peer_of(request).scope)
+        own = request.state.connection.core.metrics()
+        return PlainTextResponse(exposition([*visible, *own, *PROCESS_COLLECTOR.collect()]))
 
     return app
 
@@ -369,7 +381,8 @@ def _family(
 
 # A figure that rises and falls, and a total since the start (`name` ends in `_total`): name, description, value or
 # values by `label`.
-gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+gauge = partial(_family, GaugeMetricFamily)
+counter = partial(_family, CounterMetricFamily)
 
 
 async def _known_error(status: int, code: str, request: Request, error: Exception) -> Response:

@@ -38,7 +38,8 @@ class AuditLog(Closing):
     """
 
     def __init__(self, path: str | Path, now: Callable[[], float] = time.time) -> None:
-        self.path, self._now = Path(path), now
+        self.path = Path(path)
+        self._now = now
         self.decisions_path = self.path.with_name(self.path.name + ".decisions")
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # time of the last line, events since

@@ -108,7 +108,8 @@ class Client(Closing):
     ) -> None:  # fmt: skip
         self.identity = identity
         if identity is not None:
-            context, read_peer = identity.client_context(), identity.peer
+            context = identity.client_context()
+            read_peer = identity.peer
         self._context = connections.bounded_context(context) if context is not None else None
         self._read_peer = read_peer
         self._pool = connections.ConnectionPool(MAX_IDLE_PER_PEER)
@@ -161,9 +162,11 @@ class Client(Closing):
         `timeout_s` is for each wait; a peer slower than 4 KiB/s over this time counts as stalled. TruncatedBodyError if
         it stalls or ends the body early: its `received` bytes are in `into`.
         """
-        stop, deadline = start + len(into), time.monotonic() + timeout_s
-        headers = {"Range": f"bytes={start}-{stop - 1}"}
-        request = _Request(address, "GET", path, b"", expect_peer, None, deadline, headers)
+        stop = start + len(into)
+        deadline = time.monotonic() + timeout_s
+        request = _Request(
+            address, "GET", path, b"", expect_peer, None, deadline, {"Range": f"bytes={start}-{stop - 1}"}
+        )
 
         def read(response: StreamedResponse) -> int:
             content_range = response.headers.get("content-range", "")
@@ -226,7 +229,8 @@ class Client(Closing):
     def _send_once(
         self, connection: Connection, request: _Request, read: Callable[[StreamedResponse], T]
     ) -> tuple[T, Peer]:
-        response, can_keep = None, False
+        response = None
+        can_keep = False
         try:
             self._check_peer(connection.peer, request)
             response = connections.exchange(
@@ -328,7 +332,8 @@ def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:
     code = ""
     try:
         body = json.loads(response.read(1 << 16, request.deadline))
-        code, message = printable(str(body["error"]), 80), printable(str(body["message"]), 1000)
+        code = printable(str(body["error"]), 80)
+        message = printable(str(body["message"]), 1000)
     except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
     wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0

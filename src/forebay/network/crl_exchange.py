@@ -50,7 +50,8 @@ def exchange_crls(
 
     Not more often than every PAUSE_S unless it is urgent, and after a fault not for AVOID_S; False then.
     """
-    contacts, started = identity.contacts, time.monotonic()
+    contacts = identity.contacts
+    started = time.monotonic()
     if not contacts.begin(address, started, PAUSE_S, is_urgent=is_urgent):
         return False
     try:
@@ -67,7 +68,8 @@ def _exchange(client: Client, identity: Identity, address: str, deadline: float)
         return max(0.1, deadline - time.monotonic())
 
     answer, peer = client.request_json(address, "GET", CRLS, timeout_s=remaining_s(), max_bytes=MAX_NUMBERS_BYTES)
-    revocations, numbers = identity.revocations, _parse_numbers(answer, address)
+    revocations = identity.revocations
+    numbers = _parse_numbers(answer, address)
     if peer.peer_id == identity.peer_id:
         return
     newer = [issuer for issuer, number in numbers.items() if revocations.wants(issuer, number)]

@@ -9,7 +9,6 @@ Cost: a UDP port and two threads. Anyone who reaches the port can read the recor
 node stores at most MAX_ADDRESSES under a key and returns 100 random ones: a flood can delay a search, not prevent it.
 """
 
-import ipaddress
 import logging
 import socket
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 import libtorrent
 
 from forebay.errors import NetworkError
-from forebay.storage.hosts import HostPort, host_towards, join_address
+from forebay.storage.hosts import HostPort, host_towards, join_address, parse_ip
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
@@ -79,7 +78,6 @@ class LibtorrentDht:
 
     def announce(self, key: bytes, port: int) -> None:
         """See Discovery. Returns at once; the nodes near the key receive it within one or two round trips."""
-        key = bytes(key)
         with self._changed:
             if self._closed:
                 return
@@ -88,21 +86,25 @@ class LibtorrentDht:
         for host in self._own_addresses():
             token = self._query(host, b"get_peers", {b"info_hash": key}, ANNOUNCE_S).get(b"token")
             if token:
-                body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
-                self._query(host, b"announce_peer", body, ANNOUNCE_S)
+                self._query(
+                    host,
+                    b"announce_peer",
+                    {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0},
+                    ANNOUNCE_S,
+                )
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Queries this node's store and the nodes near the key, each second until one answers.
 
         Returns when no further answer came for twice the time of the first one.
         """
-        key = bytes(key)
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
                 if self._closed:
                     return []
-                self._results[key], self._answered_at[key] = set(), 0.0
+                self._results[key] = set()
+                self._answered_at[key] = 0.0
                 self._session.dht_get_peers(lt.sha1_hash(key))
                 asked_at = time.monotonic()
             own = self._query_self(key)
@@ -229,7 +231,7 @@ def _send_query(
 
 
 def _is_local(host: str) -> bool:
-    address = ipaddress.ip_address(host.partition("%")[0])
+    address = parse_ip(host)
     return address.is_loopback or address.is_link_local
 
 

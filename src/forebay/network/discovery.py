@@ -8,7 +8,6 @@ connection costs a thread 1.5 seconds, one that accepts and then stalls 5 second
 """
 
 import hashlib
-import json
 import logging
 import queue
 import socket
@@ -17,14 +16,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolError
+from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
-from forebay.network.messages import REVOKED, Count, Sha256
+from forebay.network.messages import REVOKED, Count, JsonObject, Sha256
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity, verify
 from forebay.storage.base import PermanentError
@@ -56,10 +56,11 @@ class Discovery(Protocol):
         """Leave. May be repeated."""
 
 
-def record_key(network_id: str, kind: Literal["dataset", "family", "scheduler", "revocations"], name: str) -> bytes:
-    """The DHT key (20 bytes) of a dataset's or a scheduler's name in one network; revocations have an empty name.
+def record_key(network_id: str, kind: str, name: str) -> bytes:
+    """The DHT key (20 bytes) of a name in one network.
 
-    A `family` is all datasets that extend one, by whose id they are found.
+    Kinds are dataset, scheduler, revocations, which have an empty name, and family: all datasets that extend one, by
+    whose id they are found.
     """
     return hashlib.sha1(f"forebay/2\n{network_id}\n{kind}\n{name}".encode(), usedforsecurity=False).digest()
 
@@ -84,13 +85,13 @@ class Claim:
 
     def signed_bytes(self) -> bytes:
         """Canonical bytes that the signature covers."""
-        return b"forebay/2 claim\n" + json.dumps(self._fields(), sort_keys=True, separators=(",", ":")).encode()
+        return b"forebay/2 claim\n" + canonical_json(self._fields())
 
-    def to_json(self, identity: Identity) -> dict[str, Any]:
+    def to_json(self, identity: Identity) -> JsonObject:
         """The claim with its provider's signature, as sent by `GET /v1/claims`."""
         return {**self._fields(), "signature": identity.sign(self.signed_bytes()).hex()}
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> JsonObject:
         return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
 
@@ -100,7 +101,8 @@ _CLAIM = TypeAdapter(Claim)
 def parse_claim(obj: Any, peer: Peer) -> Claim:
     """Parse a claim and verify that this peer signed it. Raises ProtocolError."""
     try:
-        claim, signature = _CLAIM.validate_python(obj), bytes.fromhex(obj["signature"])
+        claim = _CLAIM.validate_python(obj)
+        signature = bytes.fromhex(obj["signature"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"claim of {peer.peer_id}: malformed: {' '.join(str(error).split())[:400]}") from error
     if claim.peer_id != peer.peer_id:
@@ -123,7 +125,8 @@ def read_claims(
     items = body.get("claims")
     if not isinstance(items, list) or len(items) > MAX_CLAIMS:
         raise ProtocolError(f"claims of {peer.peer_id} at {address}: expected a list of at most {MAX_CLAIMS}")
-    now, claims = time.time(), []
+    now = time.time()
+    claims = []
     for item in items:
         try:
             claim = parse_claim(item, peer)
@@ -150,9 +153,7 @@ def find_providers(
     false addresses; the last answers may take 5 seconds more. PermanentError if no node has answered, and one
     says that this node is revoked.
     """
-    keys = [record_key(network_id, "dataset", name)]
-    if family:
-        keys.append(record_key(network_id, "family", family))
+    revoked = list[str]()
 
     def ask(host_port: HostPort) -> list[Claim] | None:
         address = join_address(*host_port)
@@ -164,28 +165,27 @@ def find_providers(
                 revoked.append(str(error))
             return None
 
-    revoked = list[str]()
-    asked: set[HostPort] = set()
-    answers: list[list[Claim]] = []
-
-    def is_found() -> bool:
-        return any(dataset_id in ("", claim.dataset_id) for claims in answers for claim in claims)
-
+    keys = [record_key(network_id, "dataset", name)]
+    if family:
+        keys.append(record_key(network_id, "family", family))
+    asked = set[HostPort]()
+    claims = list[Claim]()
     for key in keys:
         deadline = time.monotonic() + timeout_s / len(keys)
-        while not is_found():
+        while not any(dataset_id in ("", claim.dataset_id) for claim in claims):
             addresses = discovery.find(key, max(0.0, deadline - time.monotonic()))
             fresh = [address for address in addresses if address not in asked][: MAX_ADDRESSES - len(asked)]
             if not fresh:
                 break
             asked.update(fresh)
             try:
-                answers += ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S)
+                for answer in ask_many(fresh, ask, max(deadline, time.monotonic()) + ASK_TIMEOUT_S):
+                    claims += answer
             except (OSError, RuntimeError) as error:  # no file descriptor or thread is available
                 raise NetworkError(f"providers of {name}: cannot query {len(fresh)} addresses: {error}") from error
-    if revoked and not answers:
+    if revoked and not claims:
         raise PermanentError(revoked[0])
-    unique = {(claim.peer_id, claim.dataset_id): claim for claims in reversed(answers) for claim in claims}
+    unique = {(claim.peer_id, claim.dataset_id): claim for claim in reversed(claims)}
     return [unique[key] for key in sorted(unique)]
 
 
@@ -221,7 +221,7 @@ def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None],
         return ask(address)
 
     results: list[T] = []
-    finished: queue.SimpleQueue[Future[T | None]] = queue.SimpleQueue()
+    finished = queue.SimpleQueue[Future[T | None]]()
     pool = ThreadPoolExecutor(min(MAX_ASKING, len(addresses) or 1), thread_name_prefix="ask")
     try:
         for address in spread(addresses):

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forebay.errors import UsageError
 from forebay.network.peer import Peer
+from forebay.recent import RecentDict
 from forebay.units import parse_size
 
 BURST_S = 0.05  # burst of a bucket, in seconds of its rate
@@ -111,17 +112,19 @@ class RequestTable:
         self.limits = limits
         self._upload = TokenBucket(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
         self.num_active = 0
-        self._by_peer: Counter[str] = Counter()
-        self._by_org: Counter[str] = Counter()
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._by_peer = Counter[str]()
+        self._by_org = Counter[str]()
+        self._buckets = RecentDict[str, TokenBucket](MAX_BUCKETS)
 
     def begin(self, peer: Peer, has_body: bool, now: float) -> tuple[str, str, float] | None:
         """Count a request, or return (code, reason, seconds) over a limit."""
         limits = self.limits
-        party, group = peer.party, peer.group
+        party = peer.party
+        group = peer.group
         bounds = [("peer", party, self._by_peer, limits.requests_per_peer, limits.requests_per_s)]
         if group:  # members of the root itself share no limits
-            max_num, rate = limits.requests_per_organisation, limits.organisation_requests_per_s
+            max_num = limits.requests_per_organisation
+            rate = limits.organisation_requests_per_s
             bounds.append(("organisation", group, self._by_org, max_num, rate))
         for kind, key, counts, max_num, rate in bounds:
             if counts[key] >= max_num:
@@ -163,9 +166,7 @@ class RequestTable:
         return wait_s if self._upload is None else max(wait_s, self._upload.take(num_bytes, now))
 
     def _bucket(self, key: str, rate: float) -> TokenBucket:
-        bucket = self._buckets[key] = self._buckets.pop(key) if key in self._buckets else TokenBucket(rate, 2 * rate)
-        if len(self._buckets) > MAX_BUCKETS:
-            self._buckets.popitem(last=False)
+        self._buckets[key] = bucket = self._buckets.get(key) or TokenBucket(rate, 2 * rate)
         return bucket
 
 
@@ -185,8 +186,8 @@ class ReplyCache:
     """
 
     def __init__(self) -> None:
-        self._replies: OrderedDict[tuple[str, str], _Reply] = OrderedDict()
-        self._by_peer: Counter[str] = Counter()
+        self._replies = OrderedDict[tuple[str, str], _Reply]()
+        self._by_peer = Counter[str]()
         self._num_bytes = 0
 
     async def answer(self, key: tuple[str, str], app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

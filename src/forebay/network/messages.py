@@ -4,7 +4,7 @@ Every list, text and number is bounded, so that a message costs no more memory t
 fields.
 """
 
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -15,6 +15,7 @@ STALE_ATTEMPT = "stale_attempt"
 REVOKED = "revoked"
 """Error code for a peer whose certificate is revoked, expired or not valid yet: nothing that it repeats is answered."""
 
+JsonObject: TypeAlias = dict[str, Any]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Text = Annotated[str, StringConstraints(max_length=1000)]
@@ -95,9 +96,6 @@ class ProviderReply(ResponseMessage):
     is_origin: bool
 
 
-Holders = Annotated[list[ProviderReply], Field(max_length=4096)]
-
-
 class AssignmentReply(ProviderReply):
     """Instruction to download slice `index` from this member."""
 
@@ -110,7 +108,7 @@ class SwarmReply(ResponseMessage):
     assignments: Annotated[list[AssignmentReply], Field(max_length=4096)] = []
     wait_s: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     tell_have: bool = False
-    sharers: Holders = []
+    sharers: Annotated[list[ProviderReply], Field(max_length=4096)] = []
 
 
 class ReadmitRequest(Message):

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from forebay.recent import RecentDict
+from forebay.storage.hosts import parse_ip
+
 ROLES = frozenset({"worker", "data", "scheduler", "viewer", "admin"})
 
 
@@ -21,7 +24,8 @@ class Scope:
     within: tuple[str, ...] = ()  # the organisation's patterns, one of which must match, too
 
     def __str__(self) -> str:
-        roles, patterns = ", ".join(sorted(self.roles)), ", ".join(self.datasets or self.within)
+        roles = ", ".join(sorted(self.roles))
+        patterns = ", ".join(self.datasets or self.within)
         return f"{roles or 'all roles'} for {f'datasets {patterns}' if patterns else 'all datasets'}"
 
     def allows(self, role: str) -> bool:
@@ -99,30 +103,26 @@ class Provider:
 def network_prefix(ip: str, v4_bits: int, v6_bits: int) -> str:
     """Return the network of an IP address, such as `10.1.2.0/24`; other texts as they are."""
     try:
-        address = ipaddress.ip_address(ip.partition("%")[0])
+        address = parse_ip(ip)
     except ValueError:
         return ip
-    address = (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
-    bits = v4_bits if address.version == 4 else v6_bits
-    return str(ipaddress.ip_network((address, bits), strict=False))
+    return str(ipaddress.ip_network((address, v4_bits if address.version == 4 else v6_bits), strict=False))
 
 
-MAX_CONTACTS, MAX_PAUSED = 64, 4096
+MAX_CONTACTS = 64
+MAX_PAUSED = 4096
 
 
 class Contacts:
     """The addresses at which members answered last, proven by their certificates. Threads may share it."""
 
     def __init__(self) -> None:
-        self._proven: dict[str, None] = {}  # the last one last
-        self._next_at: dict[str, float] = {}  # when CRLs may be exchanged with an address again
+        self._proven = RecentDict[str, None](MAX_CONTACTS)
+        self._next_at = RecentDict[str, float](MAX_PAUSED)  # when CRLs may be exchanged with an address again
 
     def add(self, address: str) -> None:
         """Add an address; the oldest are forgotten."""
-        self._proven.pop(address, None)
         self._proven[address] = None
-        if len(self._proven) > MAX_CONTACTS:
-            self._proven.pop(next(iter(self._proven)), None)
 
     def addresses(self) -> list[str]:
         """Return the addresses, the oldest first."""
@@ -133,8 +133,6 @@ class Contacts:
         if now < self._next_at.get(address, -math.inf) and not is_urgent:
             return False
         self._next_at[address] = now + pause_s
-        if len(self._next_at) > MAX_PAUSED:
-            self._next_at.pop(next(iter(self._next_at)), None)
         return True
 
     def avoid(self, address: str, until: float) -> None:

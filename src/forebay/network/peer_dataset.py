@@ -40,6 +40,10 @@ _MAX_TABLE_BYTES = 1 << 30
 _T = TypeVar("_T")
 
 
+class NoPeersError(TransientError):
+    """The peers that answered serve no such dataset."""
+
+
 class PeerOrigin(Origin):
     """A dataset of a network, by name, behind all peers that serve it.
 
@@ -48,11 +52,13 @@ class PeerOrigin(Origin):
         discovery: None: the network's DHT, joined at the first look-up. Else the caller closes it.
         publishers: Peer ids; if given, only datasets signed by one of them count.
         from_urls: Which URLs of peers are read.
+        client: The caller's; by default one of its own.
     """
 
     def __init__(
         self, identity: Identity, name: str, *, expected_id: str | None = None, discovery: Discovery | None = None,
         timeouts: Timeouts | None = None, publishers: Collection[str] = (), from_urls: FromUrls = "",
+        client: Client | None = None,
     ) -> None:  # fmt: skip
         self.url = f"forebay://{quote(identity.network_name, safe='')}/{quote(name)}"
         self.name = name
@@ -60,13 +66,13 @@ class PeerOrigin(Origin):
         self.publishers = publishers
         if from_urls not in get_args(FromUrls):
             raise UsageError(f"from_urls: expected '', 'public' or 'any', got {from_urls!r}.")
-        self._from_urls = from_urls
+        self.from_urls = from_urls
         self.identity = identity
         self.timeouts = timeouts or Timeouts()
-        self.client = Client(identity)
+        self.client = client or Client(identity)
         self.discovery = discovery  # None before the first look-up, unless given
         self._lock = threading.Lock()
-        self._table_sha256 = self._family = ""
+        self._table_sha256 = self.family = ""  # the family: the first of the datasets that it extends
         self._opened: dict[str, Origin] = {}  # by URL
         self._sources: list[Origin] = []
         self._sources_of: list[Claim] = []
@@ -97,11 +103,11 @@ class PeerOrigin(Origin):
                 self._sources_of = claims
             return list(self._sources)
 
-    def claims(self, max_age_s: float) -> list[Claim]:
-        """Return who serves it or a part of it, as of `max_age_s` ago at most; TransientError if no peer does."""
+    def claims(self, max_age_s: float, timeout_s: float = _FIND_S) -> list[Claim]:
+        """Return who serves it or a part of it, as of `max_age_s` ago at most; NoPeersError if no peer does."""
         with self._lock:
             if time.monotonic() - self._claims_at >= max_age_s or not self._claims:
-                self._claims = self._find_claims()
+                self._claims = self._find_claims(timeout_s)
                 self._claims_at = time.monotonic()
             return self._claims
 
@@ -119,8 +125,7 @@ class PeerOrigin(Origin):
         """Open a URL, or return an UnusableOrigin. With the lock held."""
         if url not in self._opened:
             try:
-                timeouts = Timeouts(stall_s=10.0)
-                opened = open_untrusted_origin(url, self._from_urls, timeouts=timeouts)
+                opened = open_untrusted_origin(url, self.from_urls, timeouts=Timeouts(stall_s=10.0))
             except NetworkError as error:
                 log.info("%s: a URL that peers name is not read: %s", self.url, error)
                 opened = UnusableOrigin(url, error)
@@ -167,7 +172,7 @@ class PeerOrigin(Origin):
                 return False
             if manifest.id == dataset_id:
                 self._table_sha256 = manifest.table_sha256
-                self._family = next(iter(ancestors(manifest.lineage)), "")
+                self.family = next(iter(ancestors(manifest.lineage)), "")
             return manifest.id == dataset_id
         return name != TABLE_FILE or self._table_sha256 in ("", hashlib.sha256(data).hexdigest())
 
@@ -182,15 +187,15 @@ class PeerOrigin(Origin):
             raise PermanentError(f"{self.url}: has no slice {name}")
         return table.row(index).sha256
 
-    def _find_claims(self) -> list[Claim]:
+    def _find_claims(self, timeout_s: float) -> list[Claim]:
         """Look up who serves it. With the lock held."""
         if self.discovery is None:
             self.discovery = join_dht(self.identity)
             weakref.finalize(self, self.discovery.close)
         try:
             claims = find_providers(
-                self.discovery, self.client, self.identity.network_id, self.name, _FIND_S, self.id or "",
-                self._family or self.id or "",
+                self.discovery, self.client, self.identity.network_id, self.name, timeout_s, self.id or "",
+                self.family or self.id or "",
             )  # fmt: skip
             claims, unsigned = select_published(self.client, claims, () if self._claims else self.publishers, self.id)
         except PermanentError:
@@ -201,14 +206,14 @@ class PeerOrigin(Origin):
         if self.id is None and len(ids) > 1:
             raise UsageError(
                 f"{self.url}: expected one dataset of this name, got {len(ids)}: {', '.join(ids)}. "
-                "Choose one: forebay://NETWORK/NAME?id=DATASET_ID."
+                "Choose one by its id: ?id= or --id."
             )
         self.id = self.id or (ids[0] if ids else None)
         claims = [claim for claim in claims if claim.dataset_id == self.id]
         if not claims:
             other = f"; those of this name serve {', '.join(ids)}" if ids else ""
             other += "".join(f"; not counted: {reason}" for reason in unsigned)
-            raise TransientError(f"{self.url}: no peer serves {self.id or 'a dataset of this name'} now{other}")
+            raise NoPeersError(f"{self.url}: no peer serves {self.id or 'a dataset of this name'} now{other}")
         return claims
 
 
@@ -227,7 +232,8 @@ def open_peers(
         from_urls: Which URLs of peers are read too: none, `public` or `any`.
     """
     parts = urlsplit(full_url(url))
-    network, name = unquote(parts.netloc), unquote(parts.path.strip("/"))
+    network = unquote(parts.netloc)
+    name = unquote(parts.path.strip("/"))
     if not network or not name:
         raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {printable_url(url)!r}. Name both.")
     query = parse_qs(parts.query)
@@ -238,8 +244,7 @@ def open_peers(
         )
     is_default = identity is None
     if identity is None:
-        home = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay")
-        identity = home / quote(network, safe="")
+        identity = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay") / quote(network, safe="")
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
     if identity.network_name != network and not is_default:
         raise UsageError(

@@ -52,15 +52,16 @@ class PeerSource(Origin):
         self.url = f"forebay-peer://{self.peer_id}@{self.address}"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        is_slice = name.endswith(".safetensors")
-        path = f"/v1/slices/{self.sha256_of(name)}" if is_slice else self._file_path(name)
+        path = f"/v1/slices/{self.sha256_of(name)}" if name.endswith(".safetensors") else self._file_path(name)
         buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
         while start < stop:
-            chunk, fault = buffer[: stop - start], None
+            chunk = buffer[: stop - start]
+            fault = None
             try:
                 self.client.read_range(self.address, path, chunk, start, self.peer_id, timeout_s=self.stall_s)
             except NetworkError as error:
-                chunk, fault = chunk[: error.received if isinstance(error, TruncatedBodyError) else 0], error
+                chunk = chunk[: error.received if isinstance(error, TruncatedBodyError) else 0]
+                fault = error
             if len(chunk):
                 yield chunk
             start += len(chunk)
@@ -87,8 +88,13 @@ class PeerSource(Origin):
 
     def leaves(self, name: str, info: SliceInfo) -> bytes:
         path = f"/v1/slices/{self.sha256_of(name)}/chunks?chunk_bytes={info.chunk_bytes}"
-        size = num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES
-        return self._ask(self.client.get_bytes, path, size, self.peer_id, self.stall_s)
+        return self._ask(
+            self.client.get_bytes,
+            path,
+            num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES,
+            self.peer_id,
+            self.stall_s,
+        )
 
     def _file_path(self, name: str) -> str:
         return f"/v1/datasets/{self.dataset_id}/{quote(name)}"
@@ -99,17 +105,13 @@ def _classify_error(source: str, error: NetworkError) -> NetworkError:
     if isinstance(error, (ProtocolError, PermanentError, TransientError)):
         return error
     text = f"{source}: {error}"
-    converted: NetworkError = TransientError(text)
+    status = error.status if isinstance(error, RemoteError) else 500
+    is_busy = status in (429, 503)
+    converted: NetworkError = TransientError(text, wait_s=getattr(error, "wait_s", 0.0), throttled=is_busy)
     if isinstance(error, WrongPeerError):
         converted = PermanentError(text)
-    elif isinstance(error, RemoteError):
-        is_busy = error.status in (429, 503)
-        is_final = error.status < 500 and not is_busy
-        converted = (
-            PermanentError(text, status=error.status)
-            if is_final
-            else TransientError(text, wait_s=error.wait_s, throttled=is_busy)
-        )
+    elif status < 500 and not is_busy:
+        converted = PermanentError(text, status=status)
     converted.__cause__ = error
     return converted
 
@@ -126,7 +128,8 @@ def read_slice(
 
 def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
     """Whether a provider sends a slice with the right hash; None if it is unreachable or may not be asked."""
-    hasher, deadline = ChunkHasher(info.chunk_bytes), time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
+    hasher = ChunkHasher(info.chunk_bytes)
+    deadline = time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
     try:
         for chunk in read_slice(client, provider, info, 0, info.bytes, from_urls):
             hasher.update(chunk)
@@ -158,7 +161,8 @@ def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts |
         )
     if parts.scheme == "http" and from_urls != "any":
         raise PermanentError(f"{printable_url(url)}: expected https, got http. Allow it with --from-urls any.")
-    host, path = parts.netloc, quote(unquote(parts.path))
+    host = parts.netloc
+    path = quote(unquote(parts.path))
     match parts.scheme:
         case "s3":
             url = f"https://{host}.s3.amazonaws.com{path}"

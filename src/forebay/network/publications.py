@@ -82,11 +82,13 @@ def sign_dataset(
         raise UsageError(
             f"origin: expected a URL of https, s3, gs or az without user, query or fragment, at most 16, got {origins}"
         ) from error
-    now, certificate = time.time(), pem_of(identity.certificate).decode()
+    now = time.time()
+    certificate = pem_of(identity.certificate).decode()
     if serial is None:
         serial = time.time_ns() // 1000
-    expires_at = now + valid_days * 86400
-    publication = Publication(dataset_id, name, identity.peer_id, serial, now, expires_at, urls, certificate, "", 4)
+    publication = Publication(
+        dataset_id, name, identity.peer_id, serial, now, now + valid_days * 86400, urls, certificate, "", 4
+    )
     publication = replace(publication, signature=identity.sign(publication.signed_bytes()).hex())
     atomic_write(path.with_name(SIGNATURE_NAME), _PUBLICATION.dump_json(publication, indent=1) + b"\n")
     return publication
@@ -120,7 +122,8 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
             f"publication: expected format 4, got: {' '.join(str(error).split())[:400]}. "
             "Its publisher signs it again: forebay network sign"
         ) from error
-    publisher, name = publication.publisher, publication.name
+    publisher = publication.publisher
+    name = publication.name
     peer = verify_certificate(der_of(certificate), identity.root)
     if peer.peer_id != publisher:
         raise ProtocolError(f"publication: expected a certificate of {publisher[:40]}, got one of {peer.peer_id}")
@@ -175,7 +178,9 @@ def select_published(
     """
     if not publishers:
         return list(claims), []
-    identity, good, refused = client.identity, dict[str, Publication](), list[str]()
+    identity = client.identity
+    good = dict[str, Publication]()
+    refused = list[str]()
     assert identity is not None  # claims come from peers of a network
     for claim in claims:
         if claim.dataset_id in good or dataset_id not in (None, "", claim.dataset_id):

@@ -1,11 +1,10 @@
 """Reachability of members: the address that a node advertises, and whether a member answers at the one it names."""
 
-import ipaddress
 import logging
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,13 +13,15 @@ from forebay.errors import ForebayError, ProtocolError
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS_BYTES
 from forebay.network.peer import Peer
-from forebay.storage.hosts import host_towards, is_public, join_address, parse_peer_address
+from forebay.recent import RecentDict
+from forebay.storage.hosts import host_towards, is_public, join_address, parse_ip, parse_peer_address
 
 log = logging.getLogger("forebay.network")
 CHECK_S = 3.0
 GRACE_S = 0.5  # an address counts as being checked for this time; then its member is served as one without an address
 PAUSE_S = 60.0  # after a failure, before another address of the peer is checked
-AT_ONCE, AT_ONCE_PER_ORGANISATION = 8, 4
+AT_ONCE = 8
+AT_ONCE_PER_ORGANISATION = 4
 MAX_PEERS, MAX_ADDRESSES = 16_384, 64  # remembered; addresses of one peer
 
 
@@ -42,7 +43,8 @@ def may_dial(ip: str, source: str) -> bool:
     reach itself.
     """
     try:
-        target, origin = _ip(ip), _ip(source)
+        target = parse_ip(ip)
+        origin = parse_ip(source)
     except ValueError:
         return False
     if target == origin:
@@ -54,17 +56,13 @@ def may_dial(ip: str, source: str) -> bool:
     return is_public(str(target)) or not is_public(str(origin))
 
 
-def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    address = ipaddress.ip_address(text.partition("%")[0])
-    return (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
-
-
 @dataclass(slots=True)
 class _PeerState:
     checking: str = ""  # the address that is being checked
     since: float = 0.0
     paused_until: float = float("-inf")
-    results: OrderedDict[str, tuple[bool, float]] = field(default_factory=OrderedDict)  # whether reached, and when
+    # By address: whether it was reached, and when.
+    results: dict[str, tuple[bool, float]] = field(default_factory=lambda: RecentDict(MAX_ADDRESSES))
 
 
 @dataclass(eq=False)
@@ -83,8 +81,8 @@ class ReachabilityChecker:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._peers: OrderedDict[str, _PeerState] = OrderedDict()
-        self._active_by_org: Counter[str] = Counter()
+        self._peers = RecentDict[str, _PeerState](MAX_PEERS)
+        self._active_by_org = Counter[str]()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dial")
 
     def check(self, peer: Peer, address: str, source: str) -> bool | None:
@@ -94,12 +92,10 @@ class ReachabilityChecker:
         """
         if not address:
             return False
-        now, active = self.clock(), self._active_by_org
+        now = self.clock()
+        active = self._active_by_org
         with self._lock:
-            state = self._peers.setdefault(peer.peer_id, _PeerState())
-            self._peers.move_to_end(peer.peer_id)
-            if len(self._peers) > MAX_PEERS:
-                self._peers.popitem(last=False)
+            self._peers[peer.peer_id] = state = self._peers.get(peer.peer_id) or _PeerState()
             is_reached, checked_at = state.results.get(address, (False, float("-inf")))
             if is_reached or now - checked_at < PAUSE_S:
                 return is_reached
@@ -112,7 +108,8 @@ class ReachabilityChecker:
                 self._pool.submit(self._check, peer, state, address, source)
             except RuntimeError:  # closed
                 return False
-            state.checking, state.since = address, now
+            state.checking = address
+            state.since = now
             active[peer.org] += 1
             return None
 
@@ -141,8 +138,6 @@ class ReachabilityChecker:
             now = self.clock()
             state.checking = ""
             state.results[address] = is_reached, now
-            if len(state.results) > MAX_ADDRESSES:
-                state.results.popitem(last=False)
             if not is_reached:
                 state.paused_until = now + PAUSE_S
             self._active_by_org[peer.org] -= 1

@@ -23,7 +23,8 @@ from forebay.network.pki.identity import Identity
 from forebay.storage.hosts import HostPort, join_address, parse_address
 from forebay.threads import SupervisedThread
 
-NUM_ASKED, ASK_S = 3, 10.0
+NUM_ASKED = 3
+ASK_S = 10.0
 LOOK_EVERY_S = 1.0
 DISCOVER_EVERY_S = 60.0
 NUM_SEARCHES, MAX_FOUND = 4, 64  # of the DHT, while no member is known; addresses that are asked after each
@@ -95,8 +96,7 @@ class TrustWatch:
         """Exchange CRLs with nodes, with all at once."""
 
         def ask(address: HostPort) -> bool | None:
-            named = join_address(*address)
-            return exchange_crls(self.client, self.identity, named, ASK_S, is_urgent=is_urgent) or None
+            return exchange_crls(self.client, self.identity, join_address(*address), ASK_S, is_urgent=is_urgent) or None
 
         parsed = list[HostPort]()
         for address in addresses:

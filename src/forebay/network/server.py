@@ -12,14 +12,12 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import socket
 import ssl
 import threading
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from fastapi import FastAPI
 
@@ -34,6 +32,7 @@ from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server_connections import PeerProtocol, ServerCore
 from forebay.network.tls import SocketTransport, handshake
 from forebay.storage.hosts import join_address
+from forebay.storage.locks import at_fork
 from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, SupervisedThread
 
 BACKLOG = 1024
@@ -41,6 +40,7 @@ ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
 THREAD_JOIN_S = 10.0
 START_S = 30.0
 T = TypeVar("T")
+Task: TypeAlias = Callable[[], Awaitable[None]]
 log = logging.getLogger("forebay.network")
 
 
@@ -71,9 +71,8 @@ class Server:
         self._trust: TrustWatch | None = None
         if self.identity is not None:
             add_trust_routes(self.app, self.identity)
-        self._listener: socket.socket | None = None
         self._thread: SupervisedThread | None = None
-        self._tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        self._tasks: list[tuple[str, Task]] = []
         self._lock = threading.Lock()
 
     @property
@@ -95,7 +94,7 @@ class Server:
         """Connections closed because of a missing certificate or a limit."""
         return self._core.connections.num_refused
 
-    def add_task(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
+    def add_task(self, name: str, body: Task) -> None:
         """Add a background task of the server's loop; call it before `start`.
 
         An exception is logged with its traceback and counted; the task restarts after 1 s, doubled to 60 s with each
@@ -114,7 +113,7 @@ class Server:
         if not ready.wait(START_S):
             self.close()
             raise NetworkError(f"server: no event loop within {START_S:g} s on {self.address}; see the log.")
-        _servers.add(self)
+        at_fork(self)
         if self.identity is not None:
             self._trust = TrustWatch(
                 self.identity, Client(self.identity), peers=self.peers, discovery=self.discovery,
@@ -148,8 +147,11 @@ class Server:
                 self._thread.stop()
                 self.run_soon(lambda: self._stop.set())
                 self._thread.join(THREAD_JOIN_S)
-                assert self._listener is not None
                 self._listener.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: close the listener, else clients would connect to it after the parent's end."""
+        self._listener.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -188,7 +190,8 @@ class Server:
             await asyncio.gather(*tasks, *core.state.tasks, return_exceptions=True)
 
     async def _drain(self, timeout_s: float) -> bool:
-        core, deadline = self._core, self._loop.time() + timeout_s
+        core = self._core
+        deadline = self._loop.time() + timeout_s
         core.is_draining = True
         self._close_listener()
         core.connections.cancel_handshakes()
@@ -200,12 +203,11 @@ class Server:
 
     def _close_listener(self) -> None:
         self._accepting.cancel()
-        assert self._listener is not None
         if self._listener.fileno() != -1:
             self._loop.remove_reader(self._listener)
             self._listener.close()
 
-    async def _supervise(self, name: str, body: Callable[[], Awaitable[None]]) -> None:
+    async def _supervise(self, name: str, body: Task) -> None:
         pause_s = FIRST_WAIT_S
         while True:
             started = self._loop.time()
@@ -221,7 +223,8 @@ class Server:
             pause_s = min(MAX_WAIT_S, 2 * pause_s)
 
     async def _sweep(self) -> None:
-        core, limits = self._core, self._core.limits
+        core = self._core
+        limits = self._core.limits
         while True:
             period_s = min(4.0, limits.idle_s / 4, limits.head_s / 4, limits.handshake_s / 2, limits.send_s / 4)
             due = self._loop.time() + period_s
@@ -230,7 +233,6 @@ class Server:
             core.sweep()
 
     async def _accept(self) -> None:
-        assert self._listener is not None
         while True:
             try:
                 sock, address = await self._loop.sock_accept(self._listener)
@@ -285,17 +287,3 @@ def listen(host: str, port: int) -> socket.socket:
             ) from error
         raise NetworkError(f"server: cannot listen on {host}:{port}: {error}") from error
     return listener
-
-
-_servers: weakref.WeakSet[Server] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Close inherited listeners in a child: clients would connect to them after the parent's end."""
-    for server in list(_servers):
-        if server._listener is not None:
-            server._listener.close()
-    _servers.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

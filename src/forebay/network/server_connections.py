@@ -37,7 +37,8 @@ from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity
 from forebay.threads import failures as thread_failures
 
-MIN_PIECE_BYTES, PIECE_BYTES = 4096, 256 << 10
+MIN_PIECE_BYTES = 4096
+PIECE_BYTES = 256 << 10
 PIECE_S = 0.1  # maximum wait for a piece under a limit of the upload
 MAX_PIPELINED = 16
 MAX_HEAD_BYTES = 32 << 10
@@ -59,8 +60,8 @@ class ConnectionTable:
         self.num_refused = 0
         self._handshakes: dict[asyncio.Task[None], tuple[str, float]] = {}  # address and start; the oldest first
         self._connections: dict[PeerProtocol, None] = {}
-        self._by_peer: Counter[str] = Counter()
-        self._by_org: Counter[str] = Counter()
+        self._by_peer = Counter[str]()
+        self._by_org = Counter[str]()
 
     def __len__(self) -> int:
         return len(self._handshakes) + len(self._connections)
@@ -85,13 +86,11 @@ class ConnectionTable:
         if oldest is not None:
             self._refuse(oldest)
             return True
-        party, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
-        if num > 1 and self._end_idle(c for c in self._connections if c.peer.party == party):
-            return True  # members with one connection each keep it
-        grouped = ((group, num) for group, num in self._by_org.items() if group)
-        group, num = max(grouped, key=lambda item: item[1], default=("", 0))
-        if num > 1 and self._end_idle(c for c in self._connections if c.peer.group == group):
-            return True
+        for attribute, counts in (("party", self._by_peer), ("group", self._by_org)):
+            num, name = max(((num, name) for name, num in counts.items() if name), default=(0, ""))
+            # Members with one connection each keep it.
+            if num > 1 and self._end_idle(c for c in self._connections if getattr(c.peer, attribute) == name):
+                return True
         self.num_refused += 1
         return False
 
@@ -112,7 +111,9 @@ class ConnectionTable:
 
     def add(self, connection: "PeerProtocol") -> bool:
         """Count a connection after its handshake; False if its peer or group has too many, none of them idle."""
-        party, group, limits = connection.peer.party, connection.peer.group, self.limits
+        party = connection.peer.party
+        group = connection.peer.group
+        limits = self.limits
         own = (c for c in self._connections if c.peer.party == party)
         is_over = self._by_peer[party] >= limits.connections_per_peer
         if (is_over and not self._end_idle(own)) or (
@@ -137,16 +138,15 @@ class ConnectionTable:
 
         It is idle, has sent a part of a request, or has read nothing of its response for SLOW_S.
         """
-        idle, slow = [], []
+        idle = list[PeerProtocol]()
+        slow = list[PeerProtocol]()
         for connection in connections:
             if not connection.num_active or connection.phase == "body":
                 idle.append(connection)
-            elif connection.flow.write_paused:
+            elif connection.flow.write_paused and connection.core.time() - connection.sent_at >= SLOW_S:
                 slow.append(connection)
-        if not idle and not slow:
-            return False
-        oldest = min(idle, key=lambda c: c.since) if idle else min(slow, key=lambda c: c.sent_at)
-        if not idle and oldest.core.time() - oldest.sent_at < SLOW_S:
+        oldest = min(idle, key=lambda c: c.since, default=None) or min(slow, key=lambda c: c.sent_at, default=None)
+        if oldest is None:
             return False
         oldest.abort()
         self.remove(oldest)
@@ -301,9 +301,9 @@ class ServerCore:
         self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
         self.num_bytes = 0
         self.stalled_s = 0.0
-        self.answers: Counter[int] = Counter()
-        self.limited: Counter[str] = Counter()
-        self.task_failures: Counter[str] = Counter()
+        self.answers = Counter[int]()
+        self.limited = Counter[str]()
+        self.task_failures = Counter[str]()
         self.config = uvicorn.Config(
             self, http=PeerProtocol, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
             server_header=False, date_header=False, interface="asgi3",
@@ -316,8 +316,10 @@ class ServerCore:
         self.loop = loop
         for connection in self.connections.all():
             connection.transport.get_extra_info("socket").close()
-        self.connections, self.requests = ConnectionTable(self.limits), RequestTable(self.limits)
-        self.replies, self.state = ReplyCache(), ServerState()
+        self.connections = ConnectionTable(self.limits)
+        self.requests = RequestTable(self.limits)
+        self.replies = ReplyCache()
+        self.state = ServerState()
         self._name_crls()
 
     def _name_crls(self) -> None:
@@ -392,7 +394,8 @@ class ServerCore:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: PeerProtocol) -> None:
         started = False
-        max_body, num_body = self.limits.body_bytes, 0
+        max_body = self.limits.body_bytes
+        num_body = 0
 
         async def bounded_receive() -> Message:
             nonlocal num_body
@@ -426,8 +429,9 @@ class ServerCore:
         except Exception:
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
             if not started:
-                error = ApiError(500, "internal", "the request failed; see the node's log")
-                await error.response()(scope, receive, counted_send)
+                await ApiError(500, "internal", "the request failed; see the node's log").response()(
+                    scope, receive, counted_send
+                )
             else:
                 connection.abort()
 
@@ -439,7 +443,8 @@ class ServerCore:
     def sweep(self) -> None:
         """End connections that are late, expired or revoked."""
         self._name_crls()
-        now, refusals = self.time(), dict[str, str | None]()
+        now = self.time()
+        refusals = dict[str, str | None]()
         self.connections.cancel_handshakes(now - self.limits.handshake_s)
         for connection in self.connections.all():
             peer = connection.peer
@@ -508,8 +513,7 @@ def is_own_host(host: str, listens_at: str) -> bool:
         ipaddress.ip_address(name)
         return True
     except ValueError:
-        is_private = "." not in name or name.endswith(_PRIVATE_SUFFIXES)
-        return is_private or name in (listens_at, socket.getfqdn().lower())
+        return "." not in name or name.endswith(_PRIVATE_SUFFIXES) or name in (listens_at, socket.getfqdn().lower())
 
 
 def _refuse_page(scope: Scope, listens_at: str) -> ApiError | None:

@@ -63,10 +63,8 @@ class SocketTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """The "socket"; where it speaks TLS also as "ssl_object", and its "sslcontext"."""
-        extra: dict[str, Any] = {"socket": self._sock}
-        if isinstance(self._sock, ssl.SSLSocket):
-            extra |= {"ssl_object": self._sock, "sslcontext": self._sock.context}
-        return extra.get(name, default)
+        tls = self._sock if isinstance(self._sock, ssl.SSLSocket) else None
+        return {"socket": self._sock, "ssl_object": tls, "sslcontext": tls and tls.context}.get(name, default)
 
     def is_closing(self) -> bool:
         return self._closing

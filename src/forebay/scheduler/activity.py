@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from forebay.lease.messages import WorkerStats
+from forebay.network.messages import JsonObject
 from forebay.network.peer import Peer
 from forebay.scheduler import events
 from forebay.scheduler.events import Event
@@ -23,7 +23,8 @@ MAX_RECENT = 64  # uses of a worker from which its rate is computed
 SHARE_SPAN_S = 10.0  # the shares of its time are over this time, and up to twice as much
 STATS_TTL_S = 60.0  # then what a process reported of itself is dropped
 MAX_PROCESSES = 64  # processes of a worker whose reports are stored
-MAX_EVENTS, MAX_USES = 200, 20
+MAX_EVENTS = 200
+MAX_USES = 20
 MAX_CELLS = 2048
 
 _RETURNED = {
@@ -43,8 +44,10 @@ class ProcessStats:
 
     def add(self, stats: WorkerStats, now: float) -> None:
         if self.received_at - self.since >= SHARE_SPAN_S or stats.busy_s < self.base.busy_s:
-            self.since, self.base = self.received_at, self.latest
-        self.received_at, self.latest = now, stats
+            self.since = self.received_at
+            self.base = self.latest
+        self.received_at = now
+        self.latest = stats
 
     def shares(self) -> dict[str, float]:
         """The share of the time that each cause of waiting took."""
@@ -91,7 +94,7 @@ class WorkerUsage:
         elif len(self.processes) < MAX_PROCESSES:
             self.processes[session] = ProcessStats(now, stats, now, stats)
 
-    def describe(self, now: float) -> dict[str, Any]:
+    def describe(self, now: float) -> JsonObject:
         """The worker's part of the status; shares are means over its processes, bytes and batches are sums."""
         processes = [p for p in self.processes.values() if now - p.received_at < STATS_TTL_S]
         waits: dict[str, float] = {}
@@ -117,8 +120,8 @@ class Activity:
     def __init__(self) -> None:
         self.workers: dict[str, WorkerUsage] = {}
         self.revoked: set[str] = set()  # peer ids
-        self._events: deque[tuple[float, str, str]] = deque(maxlen=MAX_EVENTS)
-        self._uses: deque[dict[str, Any]] = deque(maxlen=MAX_USES)
+        self._events = deque[JsonObject](maxlen=MAX_EVENTS)
+        self._uses = deque[JsonObject](maxlen=MAX_USES)
 
     def notice(self, peer: Peer, now: float) -> tuple[WorkerUsage, bool]:
         """The usage of a worker that sent a request, and whether it is its first one."""
@@ -166,20 +169,19 @@ class Activity:
                     text = f"{self._name(reporter)} reports {self._name(peer_id)} for slice {index}: {reason}"
                     self._add("warning", text)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """The last events and uses, latest first."""
-        last = [dict(zip(("at", "level", "text"), event)) for event in reversed(self._events)]
-        return {"events": last, "uses": list(reversed(self._uses))}
+        return {"events": list(reversed(self._events)), "uses": list(reversed(self._uses))}
 
     def _add(self, level: str, text: str) -> None:
-        self._events.append((round(time.time(), 3), level, text[:500]))
+        self._events.append({"at": round(time.time(), 3), "level": level, "text": text[:500]})
 
     def _name(self, peer_id: str) -> str:
         usage = self.workers.get(peer_id)
         return usage.name or peer_id if usage is not None else peer_id
 
 
-def coverage(table: LeaseTable, aside: Mapping[int, object]) -> dict[str, Any]:
+def coverage(table: LeaseTable, aside: Mapping[int, object]) -> JsonObject:
     """The slices of the epoch as a picture of at most MAX_CELLS cells, each of `slices_per_cell`.
 
     `used` has a hex digit a cell: 0 for nothing, f for all samples, between for a part. `state` has a letter a cell:
@@ -191,8 +193,7 @@ def coverage(table: LeaseTable, aside: Mapping[int, object]) -> dict[str, Any]:
     used = total if table.done else np.add.reduceat(table.used_of, starts)
     level = np.where(used >= total, 15, np.where(used > 0, 1 + 13 * used // np.maximum(total, 1), 0))
     state = np.full(len(starts), ord("."), np.uint8)
-    leased = np.array([lease.slice_index for lease in table.leases.values()], np.int64)
-    state[leased // per_cell] = ord("L")
+    state[np.array([lease.slice_index for lease in table.leases.values()], np.int64) // per_cell] = ord("L")
     state[np.array(list(aside), np.int64) // per_cell] = ord("A")
     digits = np.frombuffer(b"0123456789abcdef", np.uint8)
     return {

@@ -3,13 +3,12 @@
 Manifest and table are stored in the state directory and verified when read back: a restart needs no data node.
 """
 
-import hashlib
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,17 @@ from forebay.files import atomic_write, remove_stale
 from forebay.lease.messages import Lease, LeaseGrant, ProviderReport
 from forebay.ledger.chain import read_entries
 from forebay.ledger.index import Job, encode_runs
-from forebay.load.samples import SampleIndex, plan_samples
+from forebay.load.samples import plan_samples
 from forebay.machine import own_directory
-from forebay.network.client import Client
-from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
+from forebay.network.discovery import Claim, read_claims
 from forebay.network.peer import Provider
-from forebay.network.peer_dataset import PeerOrigin
-from forebay.network.peer_source import FromUrls, read_slice, verify_provider
-from forebay.network.publications import select_published
+from forebay.network.peer_dataset import NoPeersError, PeerOrigin
+from forebay.network.peer_source import read_slice, verify_provider
 from forebay.order.growth import ancestors
 from forebay.scheduler.core import ProviderFault
 from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.sessions import WorkerSession
+from forebay.storage.base import PermanentError
 from forebay.storage.origins import RemoteDataset
 from forebay.storage.retry import log_while_waiting
 
@@ -74,17 +72,13 @@ def parse(expected_id: str, manifest: bytes, table: bytes, source: str) -> tuple
     """Verify and parse a manifest and its table.
 
     Raises:
-        IntegrityError: If they are not those of this dataset.
-        DatasetError: If they are, and are malformed.
+        IntegrityError: If the manifest is not that of this dataset.
+        DatasetError: If the table is not, or one of them is malformed.
     """
     parsed = Manifest.from_json(manifest)
     if parsed.id != expected_id:
         raise IntegrityError(f"manifest of {expected_id}: expected that id, got {parsed.id} ({source}).")
-    if (sha256 := hashlib.sha256(table).hexdigest()) != parsed.table_sha256:
-        raise IntegrityError(
-            f"slice table of {expected_id}: expected sha256 {parsed.table_sha256}, got {sha256} ({source})."
-        )
-    return parsed, SliceTable.from_parquet(table, parsed.chunk_bytes)
+    return parsed, parsed.read_table(table, source)
 
 
 def started_id(ledger: Path) -> str:
@@ -100,32 +94,23 @@ class Catalog:
     """The dataset of the job; `find` opens it.
 
     Args:
-        name, dataset_id: Of the dataset; the id is "" where the name stands for one.
+        origin: The peers that serve it.
         seq_len: Tokens of a sample; not used for rows.
         settings: Further fields of `JobSpec`.
-        samples: Packing, documents, split and validation fraction, as `load.samples.plan_samples` has them.
         store: Where the manifest and table are stored.
-        publishers: Peer ids; only datasets that one of them signed count. Without any all do.
+        samples: Packing, documents, split and validation fraction, as `load.samples.plan_samples` has them.
     """
 
-    name: str
-    dataset_id: str
+    origin: PeerOrigin
     seq_len: int
     settings: Mapping[str, Any]
-    network_id: str
-    discovery: Discovery
-    client: Client
     stopping: threading.Event
     store: ManifestStore
-    publishers: Collection[str]
-    from_urls: FromUrls
     samples: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         self.claims = list[Claim]()
-        self._unsigned: list[str] = []
         self._state = "the DHT names none that answers"
-        self._family, self._accepted = "", set[str]()
 
     def find(self, wait_s: float, started: str) -> None:
         """Find the dataset; waits for a node that sends its manifest.
@@ -134,94 +119,73 @@ class Catalog:
             started: The dataset id of the job, if it was started before: from the store it needs no data node now.
 
         Raises:
-            DatasetError: If no node serves it within `wait_s`, or its name stands for several datasets.
+            DatasetError: If no node serves it within `wait_s`.
+            UsageError: If its name stands for several datasets.
             NetworkError: If no node that claims it sent its manifest within that time.
         """
-        files = self.store.get(started) if started and self.dataset_id in ("", started) else None
-        if files is None or files[0].name != self.name:
-            with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {self._state}"):
-                started, files = self._search(wait_s)
+        origin = self.origin
+        files = self.store.get(started) if started and origin.id in (None, started) else None
+        if files is None or files[0].name != origin.name:
+            with log_while_waiting(log, lambda: f"data nodes of {origin.name!r}: {self._state}"):
+                files = self._search(wait_s)
         self.manifest, self.table = files
-        self._family = next(iter(ancestors(self.manifest.lineage)), "")
-        index = self._index_samples(started)
+        origin.id, origin.family = self.manifest.id, next(iter(ancestors(self.manifest.lineage)), "")
+        # Packing `best_fit` reads the documents' lengths from data nodes, once.
+        dataset = RemoteDataset(origin, *files, origin.id)
+        seq_len = self.seq_len if self.manifest.layout == "tokens" else None
+        index = plan_samples(dataset, seq_len, **self.samples, cache_dir=self.store.directory)
         self.identity = index.describe()  # of the job's samples
         self._first_ids = index.bases + index.offsets
         skipped = np.diff(np.append(0, self._first_ids - (index.counts.cumsum() - index.counts)))
         # How many ids a split skips before each slice, as runs.
         self.skipped_samples = encode_runs(skipped) if index.split is not None else None
-        self.spec = JobSpec(self.name, started, index.counts, **self.settings)
+        self.spec = JobSpec(origin.name, origin.id, index.counts, **self.settings)
 
-    def _index_samples(self, dataset_id: str) -> SampleIndex:
-        """The samples of each slice. Packing `best_fit` reads the documents' lengths from data nodes, once."""
-        assert self.client.identity is not None
-        origin = PeerOrigin(
-            self.client.identity, self.name, expected_id=dataset_id, discovery=self.discovery,
-            publishers=self.publishers, from_urls=self.from_urls,
-        )  # fmt: skip
-        dataset = RemoteDataset(origin, self.manifest, self.table, dataset_id)
-        seq_len = self.seq_len if self.manifest.layout == "tokens" else None
-        return plan_samples(dataset, seq_len, **self.samples, cache_dir=self.store.directory)
-
-    def _search(self, wait_s: float) -> tuple[str, tuple[Manifest, SliceTable]]:
+    def _search(self, wait_s: float) -> tuple[Manifest, SliceTable]:
+        origin = self.origin
         deadline = time.monotonic() + wait_s
+        fault = ""
         while True:
-            claims = self._find_claims(self.dataset_id, min(ASK_S, wait_s))
-            ids = sorted({claim.dataset_id for claim in claims})
-            if len(ids) > 1:
-                raise DatasetError(
-                    f"scheduler: dataset {self.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
-                    "Choose one by its id (--id)."
-                )
-            failures = []
-            for claim in claims:
-                try:
-                    files = self._fetch(claim)
-                except (NetworkError, DatasetError) as error:
-                    failures.append(f"{claim.address}: {error}")
-                    self._state = f"requests for the manifest failed: {'; '.join(failures)}"
-                else:
-                    self.claims = claims
-                    return ids[0], files
+            try:
+                self.claims = self._find_claims(min(ASK_S, wait_s))
+                if self.claims:
+                    return self._fetch()
+            except (NetworkError, DatasetError) as error:
+                if isinstance(error, PermanentError) and not self.claims:  # no node will answer this one
+                    raise
+                fault = f" ({error})"
+                if self.claims:
+                    self._state = f"requests for the manifest failed: {error}"
             # The nodes may have died since; others may come.
-            if time.monotonic() < deadline and not self.stopping.wait(RETRY_S):
-                continue
-            if claims:
-                raise NetworkError(f"scheduler: no provider sent the manifest of {self.name!r}: {'; '.join(failures)}")
-            raise DatasetError(
-                f"scheduler: expected a data node of {self.name!r}"
-                + (f" with id {self.dataset_id}" if self.dataset_id else "")
-                + f" in network {self.network_id} within {wait_s:g} s, got none: the DHT names no node that "
-                "serves it. Start one with `forebay serve`, or check the name with `forebay find`."
-                + "".join(f" Not counted: {reason}" for reason in self._unsigned)
-            )
+            if time.monotonic() >= deadline or self.stopping.wait(RETRY_S):
+                raise (NetworkError if self.claims else DatasetError)(
+                    f"scheduler: expected a data node of {origin.name!r} that sends its manifest within {wait_s:g} s, "
+                    f"got none{fault}. Start one with `forebay serve`, or check the name with `forebay find`."
+                )
 
-    def _find_claims(self, dataset_id: str, timeout_s: float = ASK_S) -> list[Claim]:
-        """The data nodes that serve the dataset now."""
-        claims = find_providers(
-            self.discovery, self.client, self.network_id, self.name, timeout_s, dataset_id, self._family or dataset_id
-        )
-        claims = [claim for claim in claims if claim.is_whole and dataset_id in ("", claim.dataset_id)]
-        publishers = () if dataset_id in self._accepted else self.publishers
-        signed, self._unsigned = select_published(self.client, claims, publishers, dataset_id)
-        self._accepted.update(claim.dataset_id for claim in signed)
-        return signed
+    def _find_claims(self, timeout_s: float = ASK_S) -> list[Claim]:
+        """The data nodes that serve all of the dataset now."""
+        return [claim for claim in self.origin.claims(0.0, timeout_s) if claim.is_whole]
 
-    def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
-        base, peer = f"/v1/datasets/{claim.dataset_id}", claim.peer_id
-        get = partial(self.client.get_bytes, claim.address, expect_peer=peer)
-        manifest = get(f"{base}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES)
-        table = get(f"{base}/{TABLE_FILE}", MAX_TABLE_BYTES)
-        parsed = parse(claim.dataset_id, manifest, table, f"peer {peer}")
-        self.store.put(claim.dataset_id, manifest, table)
+    def _fetch(self) -> tuple[Manifest, SliceTable]:
+        origin = self.origin
+        id = str(self.origin.id)
+        manifest = origin.get(MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        table = origin.get(TABLE_FILE, MAX_TABLE_BYTES)
+        parsed = parse(id, manifest, table, origin.url)
+        self.store.put(id, manifest, table)
         return parsed
 
     def refresh(self) -> None:
         """Find the data nodes again; where the DHT names none, known ones that answer still count."""
-        self.claims = self._find_claims(self.spec.dataset_id) or [c for c in self.claims if self._is_confirmed(c)]
+        claims = list[Claim]()
+        with contextlib.suppress(NoPeersError):
+            claims = self._find_claims()
+        self.claims = claims or [claim for claim in self.claims if self._is_confirmed(claim)]
 
     def _is_confirmed(self, claim: Claim) -> bool:
         try:
-            current = read_claims(self.client, claim.address, claim.name, dataset_id=claim.dataset_id)
+            current = read_claims(self.origin.client, claim.address, claim.name, dataset_id=claim.dataset_id)
         except (NetworkError, UsageError):
             return False
         return any((c.peer_id, c.dataset_id) == (claim.peer_id, claim.dataset_id) for c in current)
@@ -232,9 +196,10 @@ class Catalog:
 
     def describe_job(self, job_id: str) -> dict[str, Any]:
         """The response to `GET /v1/job`."""
-        spec, manifest = self.spec, self.manifest
+        spec = self.spec
+        manifest = self.manifest
         return {
-            "job_id": job_id, "name": self.name, "dataset_id": spec.dataset_id, "layout": manifest.layout,
+            "job_id": job_id, "name": spec.name, "dataset_id": spec.dataset_id, "layout": manifest.layout,
             "seq_len": self.seq_len, "seed": spec.seed, "epochs": spec.epochs, "num_slices": len(self.table),
             "num_samples": int(spec.samples.sum()), "dtype": manifest.dtype, "vocab_size": manifest.vocab_size,
             "lease_s": spec.lease_s,
@@ -254,11 +219,13 @@ class Catalog:
 
         For a dataset behind URLs that may not be read here the workers are believed: False.
         """
-        row, origins = self.table.row(index), self.origins()
-        if provider is None and origins and not self.from_urls and all(origin.is_url for origin in origins):
+        row = self.table.row(index)
+        origins = self.origins()
+        from_urls = self.origin.from_urls
+        if provider is None and origins and not from_urls and all(origin.is_url for origin in origins):
             return False
         asked = origins if provider is None else [provider]
-        answers = [verify_provider(self.client, other, row, self.from_urls) for other in asked]
+        answers = [verify_provider(self.origin.client, other, row, from_urls) for other in asked]
         if True in answers:
             return True
         return None if None in answers or not answers else False
@@ -268,7 +235,7 @@ class Catalog:
         row = self.table.row(index)
         for origin in self.origins():
             try:
-                pieces = read_slice(self.client, origin, row, start, stop, self.from_urls)
+                pieces = read_slice(self.origin.client, origin, row, start, stop, self.origin.from_urls)
                 yield origin, b"".join(bytes(piece) for piece in pieces)
             except NetworkError as error:
                 log.info("cannot read slice for a check: slice=%s origin=%s: %s", row.name, origin.address, error)

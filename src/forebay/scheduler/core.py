@@ -62,7 +62,8 @@ class SchedulerCore:
         self.reasons: dict[int, str] = {}  # of slices set aside
         # (peer, slice) to the reporters of wrong bytes, each with the reason; they count for the reporters alone.
         self.reports: dict[tuple[str, int], dict[str, str]] = {}
-        self._salt, self._checks = salt, checks
+        self._salt = salt
+        self._checks = checks
         self._quotas = PeerQuotas(self.sessions, len(spec.samples))
         self._caches = SessionCaches(self.sessions, self.table.free, self.swarm)
         self._num_ids = 0
@@ -121,7 +122,8 @@ class SchedulerCore:
         lease_ids = tuple(session.leases) if request.known_leases is None else request.known_leases
         active, lost = self._check_known(session, lease_ids, now)
         done = self.table.done
-        session.knows_done, session.silent_until = done, now + wait_s
+        session.knows_done = done
+        session.silent_until = now + wait_s
         cause, reason = self._explain(session, now) if len(grants) < request.want else ("", "")
         result = ExchangeResult(
             tuple(accepted), active, tuple(grants), wait_s, done, tuple(refused), tuple(lost),
@@ -269,7 +271,8 @@ class SchedulerCore:
 
     def _explain(self, session: WorkerSession, now: float) -> tuple[str, str]:
         """Why a session gets no more leases now: `ExchangeResult.cause` and `reason`."""
-        table, text = self.table, self.unserved(now)
+        table = self.table
+        text = self.unserved(now)
         barred_s = self._quotas.of(session.key[0]).barred_until - now
         if table.done:
             return "", ""
@@ -296,20 +299,20 @@ class SchedulerCore:
         if self.paused:
             return None
         worker = session.key[0]
-        offers = self.swarm.offers(worker, now) if self._is_served is not None else None
-        if offers is not None and offers.is_all:
-            offers = None
+        is_offered = self.swarm.offers(worker, now) if self._is_served is not None else None
 
         def is_avoided(index: int) -> bool:
             if self._avoided and self._avoided.get((worker, index), now) > now:
                 return True
-            return offers is not None and not (session.has_cached(index) or offers.includes(index))
+            return is_offered is not None and not (session.has_cached(index) or is_offered(index))
 
-        return self.table.choose(session, is_avoided, now, offers.copied() if offers is not None else None)
+        # Without an origin only slices with copies are offered.
+        return self.table.choose(session, is_avoided, now, self.swarm.copies() > 0 if is_offered is not None else None)
 
     def _describe(self, session: WorkerSession, lease_id: str, now: float) -> LeaseGrant:
         lease = self.table.leases[lease_id]
-        index, providers = lease.slice_index, tuple[Provider, ...]()
+        index = lease.slice_index
+        providers = tuple[Provider, ...]()
         if not session.has_cached(index):
             providers = tuple(self.swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
         return LeaseGrant(
@@ -364,7 +367,8 @@ class SchedulerCore:
             self._advance(now)
 
     def _take_events(self) -> list[Event]:
-        taken, self._events = self._events, []
+        taken = self._events
+        self._events = []
         return taken
 
     def _advance(self, now: float) -> None:

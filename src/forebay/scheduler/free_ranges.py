@@ -58,7 +58,7 @@ class FreeRanges:
         index = np.arange(len(self.samples), dtype=np.uint64)
         self._order = permute(index, len(self.samples), derive_key(self.seed, "lease slices", epoch)).astype(np.int64)
         self._cursor = 0
-        self._deferred: deque[int] = deque()  # fresh slices before the cursor that other workers have cached
+        self._deferred = deque[int]()  # fresh slices before the cursor that other workers have cached
 
     def replace_cached(self, old: CachedSlices | None, indexes: I64 | None) -> CachedSlices | None:
         """Count the slices that a worker has cached, int64, rising, in place of those that it had; None: none."""
@@ -77,7 +77,8 @@ class FreeRanges:
         for first, end in list(ranges):
             if end == start or first == stop:
                 ranges.remove((first, end))
-                start, stop = min(start, first), max(stop, end)
+                start = min(start, first)
+                stop = max(stop, end)
         ranges.append((start, stop))
 
     def take(self, index: int, start: int, stop: int) -> None:
@@ -86,7 +87,8 @@ class FreeRanges:
             if not 0 <= start < stop <= int(self.samples[index]):
                 raise LeaseError(f"slice {index}: it has no samples [{start}, {stop}).")
             self.fresh[index] = False
-            first, end = 0, int(self.samples[index])
+            first = 0
+            end = int(self.samples[index])
         else:
             ranges = self.returned.get(index, [])
             around = [item for item in ranges if item[0] <= start < stop <= item[1]]
@@ -121,11 +123,9 @@ class FreeRanges:
             offered: [S] flags: `is_avoided` is true of all others that are not cached; None where it is of few.
         """
         index = self._choose_cached(cached, is_avoided) if cached is not None else None
-        if index is None and self.returned:
-            returned = self._choose_returned(cached, is_avoided)
-            if returned is not None:
-                return returned
         if index is None:
+            if (returned := self._choose_returned(cached, is_avoided)) is not None:
+                return returned
             index = self._choose_next(is_avoided) if offered is None else self._choose_offered(offered, is_avoided)
         if index is None:
             index = self._choose_deferred(is_avoided)

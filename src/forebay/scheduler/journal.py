@@ -28,6 +28,7 @@ from forebay.ledger.chain import Checkpoint, Entry, Used
 from forebay.ledger.index import Job, encode_runs
 from forebay.ledger.writer import Ledger, Signer
 from forebay.machine import own_directory
+from forebay.network.messages import JsonObject
 from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
@@ -51,7 +52,7 @@ _SAMPLES = ("seq_len", "seed", "samples_per_slice", "packing", "documents", "spl
 _IDENTITY = ("name", "dataset_id", "layout", *_SAMPLES, "scheduler")
 
 
-def job_body(spec: JobSpec, **fields: Any) -> dict[str, Any]:
+def job_body(spec: JobSpec, **fields: Any) -> JsonObject:
     """The body of the first entry of a job's ledger.
 
     `fields` are seq_len, layout and the scheduler's key; packing unless it is `concat`; the digest of a document
@@ -59,8 +60,10 @@ def job_body(spec: JobSpec, **fields: Any) -> dict[str, Any]:
     """
     defaults = {"packing": "concat", "documents": None, "split": None, "skipped_samples": None}
     fields = {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
-    dataset = {"dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples)}
-    return {"name": spec.name, **dataset, "seed": spec.seed, "epochs": spec.epochs, **fields}
+    return {
+        "name": spec.name, "dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples),
+        "seed": spec.seed, "epochs": spec.epochs, **fields,
+    }  # fmt: skip
 
 
 @dataclass
@@ -68,7 +71,7 @@ class _PendingWrite:
     """Events to be written, in order, and at most one snapshot, taken after `upto` of them."""
 
     events: list[Event] = field(default_factory=list)
-    snapshot: dict[str, Any] | None = None
+    snapshot: JsonObject | None = None
     upto: int = 0
 
 
@@ -122,8 +125,7 @@ class Journal(Closing):
                 stack.callback(ledger.close)
                 first = ledger.first or ledger.append("job", dict(body))
                 _check_same_job(first, body, ledger.path)
-                core = SchedulerCore(spec, salt=salt, ttl_s=ttl_s, checks=checks)
-                journal = cls(core, ledger, first.hash, database)
+                journal = cls(SchedulerCore(spec, salt=salt, ttl_s=ttl_s, checks=checks), ledger, first.hash, database)
                 journal._recover(checkpoint, now())
             except (sqlite3.Error, OSError) as error:
                 raise StateError(f"journal in {state_dir}: cannot be opened: {error}. Is the disk full?") from error
@@ -171,7 +173,8 @@ class Journal(Closing):
                 self._put += 1
                 if self._since_snapshot >= SNAPSHOT_EVENTS:
                     self._since_snapshot = 0
-                    self._pending.snapshot, self._pending.upto = self.core.snapshot(), len(self._pending.events)
+                    self._pending.snapshot = self.core.snapshot()
+                    self._pending.upto = len(self._pending.events)
             return self._put
 
     def is_durable(self, ticket: int) -> bool:
@@ -199,7 +202,9 @@ class Journal(Closing):
             with self._pending_lock:
                 if self.broken:
                     raise LedgerError(self.broken)
-                pending, self._pending, upto = self._pending, _PendingWrite(), self._put
+                pending = self._pending
+                self._pending = _PendingWrite()
+                upto = self._put
             if self._durable >= upto:
                 return
             try:
@@ -223,11 +228,12 @@ class Journal(Closing):
                 execute("DELETE FROM batches")
                 execute(_SET_META, ("snapshot", orjson.dumps(pending.snapshot)))
             if later := pending.events[pending.upto :]:
-                rows = orjson.dumps([to_row(event) for event in later])
-                execute("INSERT INTO batches (events) VALUES (?)", (rows,))
+                execute("INSERT INTO batches (events) VALUES (?)", (orjson.dumps([to_row(event) for event in later]),))
             if entries or pending.snapshot is not None:
-                state = {"version": VERSION, "job": self.job_id, "applied": self.ledger.next_seq}
-                execute(_SET_META, ("state", orjson.dumps(state)))
+                execute(
+                    _SET_META,
+                    ("state", orjson.dumps({"version": VERSION, "job": self.job_id, "applied": self.ledger.next_seq})),
+                )
                 execute(_SET_META, ("checkpoint", orjson.dumps(self.ledger.checkpoint())))
 
     def close(self) -> None:
@@ -273,7 +279,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
     raise StateError(f"journal {path}: cannot be opened or created. Is the directory writable?")
 
 
-def _read_meta(database: sqlite3.Connection, key: str) -> dict[str, Any]:
+def _read_meta(database: sqlite3.Connection, key: str) -> JsonObject:
     row = database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return {} if row is None else dict(orjson.loads(bytes(row[0])))
 
@@ -281,11 +287,12 @@ def _read_meta(database: sqlite3.Connection, key: str) -> dict[str, Any]:
 def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
     Job.of(first)
     for key in _IDENTITY:
-        if first.body.get(key) != body.get(key):
-            ours, theirs = str(body.get(key))[:70], str(first.body.get(key))[:70]
+        ours = body.get(key)
+        theirs = first.body.get(key)
+        if theirs != ours:
             raise StateError(
-                f"ledger {path}: it is of another job: expected {key} {ours}, got {theirs}. Use another state "
-                "directory, or the settings that created this one."
+                f"ledger {path}: it is of another job: expected {key} {str(ours)[:70]}, got {str(theirs)[:70]}. "
+                "Use another state directory, or the settings that created this one."
             )
 
 
@@ -298,7 +305,7 @@ _KINDS: dict[str, type[Event]] = {
 }
 
 
-def _entry_of(event: Event) -> tuple[str, dict[str, Any]] | None:
+def _entry_of(event: Event) -> tuple[str, JsonObject] | None:
     """The kind and body of the ledger entry of an event; None for an event that proves nothing."""
     match event:
         case events.UsesRecorded(worker, uses, receipt, session):

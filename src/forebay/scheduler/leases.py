@@ -14,7 +14,6 @@ Cost: independent of the numbers of slices and workers, except at the start of a
 
 import math
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -25,6 +24,7 @@ import numpy as np
 from forebay.arrays import BOOL, I64, Array
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.chain import Used
+from forebay.recent import RecentDict
 from forebay.scheduler.free_ranges import FreeRanges, IsAvoided, SampleRange
 from forebay.scheduler.sessions import EndedLease, LiveLease, SessionKey, SpeedEstimate, WorkerSession, WorkerSessions
 
@@ -91,11 +91,14 @@ class LeaseTable:
             )
         self.samples = spec.samples.astype(np.int64)
         self.num_samples = int(self.samples.sum())
-        self.epochs, self.lease_s, self.stall_s, self.steal_s = spec.epochs, spec.lease_s, spec.stall_s, spec.steal_s
+        self.epochs = spec.epochs
+        self.lease_s = spec.lease_s
+        self.stall_s = spec.stall_s
+        self.steal_s = spec.steal_s
         self.sessions = WorkerSessions(spec.lease_s)
         self.leases: dict[str, LiveLease] = {}
         self.aside: dict[int, list[SampleRange]] = {}
-        self.ended: OrderedDict[str, EndedLease] = OrderedDict()
+        self.ended = RecentDict[str, EndedLease](MAX_ENDED)
         self.steals: dict[str, PlannedSteal] = {}
         self.waiting: set[SessionKey] = set()
         self.idle: dict[SessionKey, float] = {}  # those of them without leases, and when they last asked, latest last
@@ -108,7 +111,10 @@ class LeaseTable:
         """Start an epoch of which nothing is used; slices that were set aside stay so."""
         if epoch > 0:
             self.free.start_epoch(epoch)
-        self.epoch, self.used, self.leased, self.num_aside = epoch, 0, 0, 0
+        self.epoch = epoch
+        self.used = 0
+        self.leased = 0
+        self.num_aside = 0
         self.used_of: I64 = np.zeros(len(self.samples), np.int64)
         self.num_used_slices = int((self.samples == 0).sum())
         for session in self.sessions.all.values():
@@ -170,7 +176,8 @@ class LeaseTable:
 
         # Spared sessions do not count as considered: else, with many idle, only MAX_VICTIMS could steal at once.
         for victim in islice(sessions.slowest(is_spared), MAX_VICTIMS):
-            victims_speed, remaining = sessions.speed_of(victim), victim.remaining
+            victims_speed = sessions.speed_of(victim)
+            remaining = victim.remaining
             if remaining / victims_speed <= self.steal_s:
                 continue
             share = remaining * speed / (speed + victims_speed)
@@ -265,7 +272,8 @@ class LeaseTable:
                 continue
             if used.start != lease.position or not used.start < used.stop <= lease.stop or used.epoch != self.epoch:
                 raise LeaseError(f"recorded {used}: it does not continue its lease at {lease.position}.")
-            lease.position, lease.progress_at = used.stop, now
+            lease.position = used.stop
+            lease.progress_at = now
             lease.declared_until = max(lease.declared_until, used.stop)
             self.leased -= used.stop - used.start
             progress[lease.key] = progress.get(lease.key, 0) + used.stop - used.start
@@ -294,7 +302,7 @@ class LeaseTable:
         self._count(used)
         before = self.ended.get(used.lease_id)
         start = before.start if before is not None else used.start
-        self._remember(used.lease_id, EndedLease(worker, used.epoch, used.slice, start, used.stop, False))
+        self.ended[used.lease_id] = EndedLease(worker, used.epoch, used.slice, start, used.stop, False)
 
     def _take_aside(self, used: Used) -> bool:
         """Take samples out of a slice set aside, as they were used after all; False if they are not there."""
@@ -340,13 +348,7 @@ class LeaseTable:
         self.steals.pop(lease.lease_id, None)
         del self.sessions.all[lease.key].leases[lease.lease_id]
         used = (lease.worker, lease.epoch, lease.slice_index, lease.start, lease.position)
-        self._remember(lease.lease_id, EndedLease(*used, lease.position == lease.stop))
-
-    def _remember(self, lease_id: str, ended: EndedLease) -> None:
-        self.ended[lease_id] = ended
-        self.ended.move_to_end(lease_id)
-        while len(self.ended) > MAX_ENDED:
-            self.ended.popitem(last=False)
+        self.ended[lease.lease_id] = EndedLease(*used, lease.position == lease.stop)
 
     def set_aside(self, index: int) -> None:
         """Withdraw a slice: its free samples, and any that are returned later, are not leased again."""
@@ -389,7 +391,8 @@ class LeaseTable:
         self.sessions.mean_speed = None
         for key, session in self.sessions.all.items():
             self.sessions.touch(key, now)
-            session.progress_at, session.speed = now, SpeedEstimate()
+            session.progress_at = now
+            session.speed = SpeedEstimate()
             if session.leases:
                 session.speed.start(now)
             self.sessions.update_finish(session, now)

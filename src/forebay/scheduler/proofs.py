@@ -62,7 +62,8 @@ class ProofChecker:
 
         Where no origin's bytes match, it is false only if one of them has the whole slice: others are corrupt, or lie.
         """
-        row, others = self.catalog.table.row(index), []
+        row = self.catalog.table.row(index)
+        others = []
         for origin, data in self.catalog.read_range(index, *range_of(use.lease_id, peer_id, row.bytes)):
             if hmac.compare_digest(use.proof, proof_of(use.lease_id, peer_id, data)):
                 return True

@@ -32,8 +32,9 @@ from forebay.network.app import ApiError, JsonResponse, Metric, file_response, m
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import STALE_ATTEMPT, ReadmitRequest
+from forebay.network.messages import STALE_ATTEMPT, JsonObject, ReadmitRequest
 from forebay.network.peer import Peer
+from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import FromUrls
 from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
@@ -56,7 +57,8 @@ LIMITS = ServerLimits(
     requests_per_s=1000.0, idle_s=150.0,
 )  # fmt: skip
 GATHER_S = 0.005  # how long a commit waits for others: about as long as an fsync, and one for many saves CPU
-CHECK_EVERY_S, MAX_CHECK_WAIT_S = 0.5, 600.0
+CHECK_EVERY_S = 0.5
+MAX_CHECK_WAIT_S = 600.0
 QUIET_S = 1.0  # a worker that lost its connection before the response repeats its request within this time
 STOPPED_S = 1.0  # looks at leases that are later show that this process or its machine was suspended: no worker is late
 END_S = 5.0  # how long a scheduler that starts with finished jobs waits for requests of workers
@@ -99,15 +101,19 @@ class SchedulerService:
         self._standby = standby
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        origin = PeerOrigin(
+            identity, name, expected_id=dataset_id or None, discovery=discovery, publishers=publishers,
+            from_urls=from_urls, client=client,
+        )  # fmt: skip
         self._catalog = Catalog(
-            name, dataset_id, seq_len, settings, identity.network_id, discovery, client, self._stopping,
-            ManifestStore(self.state_dir), publishers, from_urls,
+            origin, seq_len, settings, self._stopping, ManifestStore(self.state_dir),
             {"packing": packing, "documents": documents, "split": split, "validation": validation_fraction},
         )  # fmt: skip
         self._activity = Activity()
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
-        self._num_exchanges, self._core_s = 0, 0.0
+        self._num_exchanges = 0
+        self._core_s = 0.0
         self._over_from = 0.0
         self._trust_stamp: object = None
         self._journal: Journal | None = None
@@ -143,7 +149,8 @@ class SchedulerService:
         journal only have END_S to send a request.
         """
         with self._lock:
-            now, core = time.monotonic(), self._open_journal().core
+            now = time.monotonic()
+            core = self._open_journal().core
             return core.table.done and now >= self._over_from and core.all_know_done(now, QUIET_S)
 
     def left_out(self) -> str:
@@ -155,7 +162,8 @@ class SchedulerService:
         """Find the dataset, open or resume the job, serve and announce it.
 
         Raises:
-            DatasetError: If no node serves the dataset, or its name stands for several.
+            DatasetError: If no node serves the dataset.
+            UsageError: If its name stands for several.
             StateError: If the state directory holds another job, or another scheduler runs on it.
             NetworkError: If the port is taken or no provider can be read.
         """
@@ -239,8 +247,7 @@ class SchedulerService:
                 self._add_origins()
                 unserved = self._unserved()
             if bool(was_unserved) != bool(unserved):
-                text = unserved or f"data nodes serve {self.name!r} again"
-                log.warning("scheduler %s: %s", self.name, text)
+                log.warning("scheduler %s: %s", self.name, unserved or f"data nodes serve {self.name!r} again")
 
     def _unserved(self) -> str:
         return self._open_journal().core.unserved(time.monotonic())
@@ -272,7 +279,8 @@ class SchedulerService:
             self._trust_stamp = stamp
             for session in core.sessions.all.values():
                 if revocations.find(session.key[0], session.organisation) is not None:
-                    session.deadline, session.fault = -math.inf, "revoked"
+                    session.deadline = -math.inf
+                    session.fault = "revoked"
                     self._activity.mark_revoked(session.key[0])
         return core.expire(time.monotonic())
 
@@ -293,8 +301,9 @@ class SchedulerService:
                     wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)
                     retries[index] = time.monotonic() + wait_s, wait_s
                     continue
-                change = partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
-                for event in await self._change(change):
+                for event in await self._change(
+                    partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
+                ):
                     log.warning("checked: %s", event)
 
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
@@ -324,11 +333,10 @@ class SchedulerService:
     # Exchanges.
 
     def _app(self) -> FastAPI:
-        errors: dict[type[Exception], tuple[int, str]] = {
+        app = make_app("Forebay scheduler", self._metrics, {
             LeaseError: (409, "refused"), StaleAttemptError: (409, STALE_ATTEMPT), UsageError: (400, "bad_request"),
-            LedgerError: (503, "ledger"),
-        }  # fmt: skip
-        app = make_app("Forebay scheduler", self._metrics, errors)
+            ProtocolError: (400, "bad_request"), LedgerError: (503, "ledger"),
+        })  # fmt: skip
         app.post(
             "/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply,
             summary="Report uses and cached slices, and get leases.",
@@ -347,27 +355,21 @@ class SchedulerService:
         )
         return app
 
-    def _check_running(self) -> None:
-        if self._stopping.is_set():
-            raise ApiError(503, "stopping", "this scheduler is stopping; repeat the request after its restart.", 1.0)
-
-    def _check_job(self, peer: Peer) -> None:
-        """Refuse a peer whose certificate does not cover this job."""
+    def _member(self, request: Request) -> Peer:
+        """The peer that sent a request; ApiError if its certificate does not cover this job."""
+        peer = peer_of(request)
         if not peer.scope.includes(self.name):
-            text = f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
-            raise ApiError(403, "not_covered", text)
+            raise ApiError(
+                403, "not_covered", f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
+            )
+        return peer
 
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
-        self._check_running()
-        peer = peer_of(request)
-        self._check_job(peer)
-        if message.uses and message.job_id != self._open_journal().job_id:
-            raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
+        peer = self._member(request)
         if message.uses:
-            try:
-                verify(peer.public_key, receipt_message(message.job_id, message.uses), bytes.fromhex(message.signature))
-            except ProtocolError as error:
-                raise ApiError(400, "bad_request", f"signature: not this peer's over these uses: {error}") from error
+            if message.job_id != self._open_journal().job_id:
+                raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
+            verify(peer.public_key, receipt_message(message.job_id, message.uses), bytes.fromhex(message.signature))
             await self._proofs.check(peer, message.uses, self._open_journal().core)
         # Only an address where the worker answered is given to others: behind NAT it fetches slices and serves none.
         if self._dialer.check(peer, message.address, source_of(request)) is not True:
@@ -379,10 +381,19 @@ class SchedulerService:
             sessions = journal.core.sessions
             session = sessions.all.get((peer.peer_id, message.session))
             if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
-                text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
-                raise ApiError(429, "too_many_sessions", text, 10.0)
-            faults = self._catalog.faults_of(session, message.reports)
-            result, new = journal.core.exchange(peer.peer_id, message, now, organisation=peer.org, faults=faults)
+                raise ApiError(
+                    429,
+                    "too_many_sessions",
+                    f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions",
+                    10.0,
+                )
+            result, new = journal.core.exchange(
+                peer.peer_id,
+                message,
+                now,
+                organisation=peer.org,
+                faults=self._catalog.faults_of(session, message.reports),
+            )
             if message.uses and journal.enlisted.get(peer.peer_id, 0.0) < time.time():  # the ledger alone is a proof
                 journal.enlisted[peer.peer_id] = peer.valid_until
                 new = [WorkerEnlisted(peer.peer_id, peer.certificate, peer.name), *new]
@@ -408,17 +419,18 @@ class SchedulerService:
             elif isinstance(event, ProviderReported):
                 sha256 = self._catalog.table.row(event.slice_index).sha256
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
-                details = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
-                self.identity.record_event("bad_provider", **details)
+                self.identity.record_event(
+                    "bad_provider", peer=event.peer_id, slice=sha256, by=event.reporter, reason=event.reason
+                )
 
     # Status and administration.
 
     async def _read_job(self, request: Request) -> Response:
-        self._check_job(peer_of(request))
+        self._member(request)
         return JsonResponse(self._catalog.describe_job(self._open_journal().job_id))
 
     async def _read_file(self, request: Request, dataset_id: str, name: str) -> Response:
-        self._check_job(peer_of(request))
+        self._member(request)
         if dataset_id != self._catalog.spec.dataset_id or name not in (MANIFEST_FILE, TABLE_FILE):
             raise ApiError(404, "unknown_file", f"this scheduler has no {name[:80]!r} of {dataset_id[:80]}")
         path = self._catalog.store.path(dataset_id, name)
@@ -426,12 +438,11 @@ class SchedulerService:
 
     async def _read_status(self, request: Request) -> Response:
         """The status; workers, events and reports are for viewers."""
-        peer = peer_of(request)
-        self._check_job(peer)
-        hidden: dict[str, Any] = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
+        peer = self._member(request)
+        hidden: JsonObject = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
         return JsonResponse(self.status() | ({} if peer.scope.allows("viewer") else hidden))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """The progress of the job; samples count over all epochs."""
         with self._lock:
             journal = self._open_journal()
@@ -440,19 +451,16 @@ class SchedulerService:
             )
 
     def _metrics(self) -> list[Metric]:
-        workers = len(self._activity.workers)
-        return status.metrics(self._job_status(), workers, self._num_exchanges, self._core_s)
+        return status.metrics(self._job_status(), len(self._activity.workers), self._num_exchanges, self._core_s)
 
-    def _job_status(self) -> dict[str, Any]:
+    def _job_status(self) -> JsonObject:
         with self._lock:
             return status.job_status(self._open_journal().core, time.monotonic())
 
     async def _administer(
         self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]], **fields: str
     ) -> Response:
-        self._check_running()
-        peer = peer_of(request)
-        self._check_job(peer)
+        peer = self._member(request)
         if await self._change(change):
             self.identity.record_event(verb, job=self.name, by=peer.peer_id, **fields)
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)

@@ -16,7 +16,8 @@ from forebay.swarm.steering import Swarm
 
 MAX_SESSIONS_PER_PEER = 256
 # Index arrays of cached slices, all sessions together; beyond that a session's slices count as not cached.
-MAX_CACHED_BYTES_PER_PEER, MAX_CACHED_BYTES_PER_ORGANISATION = 16 << 20, 256 << 20
+MAX_CACHED_BYTES_PER_PEER = 16 << 20
+MAX_CACHED_BYTES_PER_ORGANISATION = 256 << 20
 FIRST_LEASES_PER_PEER = 32
 MAX_LEASES_PER_PEER = 256
 MEMORY_S = 30.0  # the weight of an older measurement falls to 1/e in this time
@@ -38,7 +39,8 @@ class SpeedEstimate:
 
     def add(self, num_samples: int, now: float) -> None:
         """Add a measurement: samples acknowledged since the last one."""
-        since, self.since = self.since, now
+        since = self.since
+        self.since = now
         if since is None:
             return
         lasted = max(now - since, SHORTEST_S)
@@ -219,14 +221,16 @@ class SessionCaches:
     swarm: Swarm
 
     def __post_init__(self) -> None:
-        self._bytes: Counter[str] = Counter()  # by organisation
+        self._bytes = Counter[str]()  # by organisation
         self._sharing: dict[str, SessionKey] = {}  # peer to the session by which it is in the swarm
 
     def update(self, session: WorkerSession, address: str, organisation: str, cached: I64 | None, now: float) -> None:
         """Store what a session has cached (None: as before) and where it serves that, and update the swarm."""
-        is_moved, worker = address != session.address, session.key[0]
+        is_moved = address != session.address
+        worker = session.key[0]
         self._bytes[session.organisation] -= session.cached_bytes
-        session.address, session.organisation = address, organisation
+        session.address = address
+        session.organisation = organisation
         if cached is not None:
             others = (self.sessions.all[key] for key in self.sessions.of_peer[worker] if key != session.key)
             size = cached.nbytes + sum(other.cached_bytes for other in others)
@@ -276,14 +280,17 @@ class PeerQuota:
 
     def bar(self, stall_s: float, now: float) -> None:
         """It used nothing of its leases for `stall_s`, or sent false messages: no leases for as long, then one."""
-        self.max_leases, self.unused_since = 1, None
+        self.max_leases = 1
+        self.unused_since = None
         self.num_stalls += 1
         self.barred_until = now + stall_s * min(64, 2 ** (self.num_stalls - 1))
 
     def add_uses(self, num_uses: int) -> None:
         """It used samples of its leases."""
         self.max_leases = min(MAX_LEASES_PER_PEER, self.max_leases + num_uses)
-        self.unused_since, self.num_stalls, self.has_used = None, 0, True
+        self.unused_since = None
+        self.num_stalls = 0
+        self.has_used = True
 
 
 @dataclass(eq=False)

@@ -14,7 +14,9 @@ MAX_WORKERS_SHOWN = 1000
 
 def job_status(core: SchedulerCore, now: float) -> dict[str, Any]:
     """The progress of the job; samples count over all epochs, slices in this one. `unserved`: that it stands still."""
-    state, table, spec = "paused" if core.paused else "running", core.table, core.spec
+    state = "paused" if core.paused else "running"
+    table = core.table
+    spec = core.spec
     if core.table.done:
         state = "incomplete" if core.num_left_out else "done"
     return {

@@ -91,14 +91,18 @@ def check_url(url: str) -> urllib.parse.SplitResult:
     return parts
 
 
+def parse_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An IP address without its zone; an IPv4 address that is mapped to IPv6 as itself. Raises ValueError."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
+
+
 def is_public(ip: str) -> bool:
     """Whether an IP address is a public one: not loopback, link-local, private, shared, multicast or reserved."""
-    address = ipaddress.ip_address(ip.partition("%")[0])
+    address = parse_ip(ip)
     if isinstance(address, ipaddress.IPv6Address):
         if address in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
-        if address.ipv4_mapped is not None:
-            return is_public(str(address.ipv4_mapped))
         inner = address.sixtofour or (address.teredo[1] if address.teredo else None)
         if inner is not None and not inner.is_global:
             return False

@@ -17,6 +17,7 @@ import numpy as np
 from forebay.arrays import BOOL, I64
 from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import node_of
+from forebay.recent import RecentDict
 
 MAX_RANGES = 200_000
 
@@ -26,7 +27,8 @@ def format_ranges(indexes: I64) -> str:
     if len(indexes) == 0:
         return ""
     edges = np.flatnonzero(np.diff(indexes) != 1)
-    first, last = indexes[np.concatenate([[0], edges + 1])], indexes[np.concatenate([edges, [len(indexes) - 1]])]
+    first = indexes[np.concatenate([[0], edges + 1])]
+    last = indexes[np.concatenate([edges, [len(indexes) - 1]])]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first.tolist(), last.tolist()))
 
 
@@ -47,7 +49,8 @@ def parse_ranges(text: object, stop: int) -> I64:
     numbers = np.fromstring(text.replace("-", ","), np.int64, sep=",")
     marks = np.frombuffer(text.encode(), np.uint8)
     is_dash = marks[(marks == ord(",")) | (marks == ord("-"))] == ord("-")  # between two numbers
-    first, last = numbers[np.append(True, ~is_dash)], numbers[np.append(~is_dash, True)]
+    first = numbers[np.append(True, ~is_dash)]
+    last = numbers[np.append(~is_dash, True)]
     if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] >= stop:
         raise wrong(f"ranges that rise within [0, {stop})")
     counts = last - first + 1
@@ -68,10 +71,12 @@ class Members:
     def __init__(self, num_slices: int) -> None:
         self.num_slices = num_slices
         self.ids: list[str] = []  # "" for a free row
-        self.copies = np.zeros(num_slices, np.int32)  # [num_slices], members that have each slice
+        num_bytes = (num_slices + 7) // 8
+        self._copies = np.zeros((num_bytes, 8), np.int32)  # by bit of `_bits`
+        self.copies = self._copies.ravel()[:num_slices]  # [num_slices], members that have each slice
         self.rows: dict[str, int] = {}
         self._free: list[int] = []
-        self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
+        self._bits = np.zeros((num_bytes, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = np.zeros(0, np.int32)
         self.seen_at = np.zeros(0)
@@ -84,7 +89,8 @@ class Members:
         row = self._free.pop()
         self.ids[row] = peer_id
         self.rows[peer_id] = row
-        self.is_origin[row], self.gives[row] = is_origin, gives
+        self.is_origin[row] = is_origin
+        self.gives[row] = gives
         self.uploads[row] = 0
 
     def remove(self, peer_id: str) -> None:
@@ -100,20 +106,20 @@ class Members:
         """The member has exactly these slices."""
         if have.shape != (self.num_slices,):
             raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
-        row, new = self.rows[peer_id], np.packbits(have, bitorder="little")
+        row = self.rows[peer_id]
+        new = np.packbits(have, bitorder="little")
         old = self._bits[:, row].copy()
         changed = np.flatnonzero(new != old)
         if not len(changed):
             return
         self._bits[changed, row] = new[changed]
-        slices = (changed[:, None] * 8 + np.arange(8)).ravel()
         was, now = (np.unpackbits(x[changed], bitorder="little").astype(np.int32) for x in (old, new))
-        inside = slices < self.num_slices
-        self.copies[slices[inside]] += (now - was)[inside]
+        self._copies[changed] += (now - was).reshape(-1, 8)
 
     def set(self, peer_id: str, index: int, value: bool) -> None:
         """The member has one slice, or not."""
-        byte, bit = (index >> 3, self.rows[peer_id]), np.uint8(1 << (index & 7))
+        byte = (index >> 3, self.rows[peer_id])
+        bit = np.uint8(1 << (index & 7))
         if bool(self._bits[byte] & bit) != value:
             self._bits[byte] ^= bit
             self.copies[index] += 1 if value else -1
@@ -144,23 +150,6 @@ class Members:
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self.ids += [""] * more
         self._free = list(range(num_rows - 1, before - 1, -1))
-
-
-class Offers:
-    """The slices of the members that an asker may be sent to (`willing`, [rows]). Valid until the swarm changes."""
-
-    def __init__(self, members: Members, willing: BOOL) -> None:
-        self._members = members
-        self._willing = willing
-        self.is_all = bool((willing & members.is_origin).any())  # one is an origin, which has every slice
-
-    def includes(self, index: int) -> bool:
-        """Whether one of these members has a slice."""
-        return self.is_all or bool((self._members.holders_of(index) & self._willing).any())
-
-    def copied(self) -> BOOL:
-        """[num_slices] flags of what non-origins have; without an origin `includes` is false of all others."""
-        return self._members.copies > 0
 
 
 Pair = tuple[str, int]  # (asker, slice)
@@ -214,7 +203,8 @@ class Downloads(OrderedDict[Pair, Download]):
         return download
 
 
-_AVOID_S, _MAX_AVOID_S = 1.0, 60.0
+_AVOID_S = 1.0
+_MAX_AVOID_S = 60.0
 BAN_S = 3600.0
 _DAMAGED = 2  # slices
 _MAX_BANNED = 256  # nodes that are banned for one
@@ -231,7 +221,7 @@ class PeerPenalties:
     def __init__(self) -> None:
         self._members: dict[str, set[str]] = {}  # by node
         self._until: dict[str, dict[str, tuple[float, float]]] = {}  # asker: member: (until, seconds)
-        self._banned: dict[str, dict[str, float]] = {}  # node: nodes and until when, the latest last
+        self._banned: dict[str, dict[str, float]] = {}  # node: nodes and until when
         self._damaged: dict[tuple[str, str], set[int]] = {}  # (node, origin): slices
 
     def reported(self, now: float) -> dict[str, int]:
@@ -268,18 +258,15 @@ class PeerPenalties:
 
     def lied(self, asker: str, member: str, index: int, now: float, *, is_origin: bool) -> bool:
         """A member sent the asker wrong bytes of a slice; return whether it is banned for the asker's node now."""
-        node, own = node_of(member), node_of(asker)
+        node = node_of(member)
+        own = node_of(asker)
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())
             slices.add(index)
             slices.intersection_update(list(slices)[:_DAMAGED])  # bounded
             if len(slices) < _DAMAGED:
                 return False
-        banned = self._banned.setdefault(own, {})
-        banned.pop(node, None)
-        banned[node] = now + BAN_S
-        if len(banned) > _MAX_BANNED:
-            del banned[next(iter(banned))]
+        self._banned.setdefault(own, RecentDict(_MAX_BANNED))[node] = now + BAN_S
         return True
 
     def avoided_by(self, asker: str, now: float) -> Iterable[str]:

@@ -12,9 +12,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -24,8 +24,7 @@ from forebay.closing import Closing
 from forebay.dataset.manifest import SliceTable
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.runs import NoProviderError, TransferCancelledError
-from forebay.network.client import Client
-from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
+from forebay.network.messages import MAX_SWARM_ITEMS, JsonObject, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import PeerSource
@@ -42,13 +41,13 @@ MAX_WANTED = 4096
 """Missing slices in one request."""
 BUSY_S = 2.0
 _HAVE_S = 10.0
-IDLE_S, MIN_BYTES_PER_S = 10.0, 32 << 10
+IDLE_S = 10.0
+MIN_BYTES_PER_S = 32 << 10
 """A tracker is left if fewer bytes verified for so long."""
 _MIN_PATIENCE_S, _SLICE_BYTES_PER_S = 30.0, 512 << 10  # until the data nodes are asked; of a slice that is waited for
 _DIRECT_S = 300.0
 _UNANSWERED_S = 0.5
 _REFUSED_S = 10.0
-Body: TypeAlias = dict[str, Any]
 _MAX_SHARE_AGE_S, _MAX_TRACKER_AGE_S = 15.0, 3.0  # of the claims of data nodes
 
 
@@ -80,26 +79,21 @@ class SwarmReader:
     One request at a time tells the tracker what happened since the last one.
 
     Args:
-        trackers: Looks up trackers, origins first; called when one is needed.
+        origin: The data nodes. They are trackers, open the URLs that a tracker names, and are asked without one.
         own_flags: Returns [num_slices] flags of what this node has and serves.
         on_change: Called when a provider was named, or a slice given up.
         share: Its server, which the caller closes; None: it only downloads.
         downloads: Slices at once.
-        open_url: Opens a URL that a tracker names; raises NetworkError if it may not be read.
-        direct: Returns the sources to ask without a tracker; raises NetworkError if there are none.
         timeout_s: Requested slices fail after so long without data and without an available provider.
     """
 
-    client: Client
+    origin: PeerOrigin
     dataset_id: str
     table: SliceTable
-    trackers: Callable[[], Iterable[Provider]]
     own_flags: Callable[[], BOOL]
     on_change: Callable[[], object]
     share: SliceShare | None = None
     downloads: int = 4
-    open_url: Callable[[str], Origin] | None = None
-    direct: Callable[[], Sequence[Origin]] | None = None
     timeout_s: float = 120.0
     now: Callable[[], float] = time.monotonic
 
@@ -122,8 +116,11 @@ class SwarmReader:
         self._patience_s = max(_MIN_PATIENCE_S, largest / _SLICE_BYTES_PER_S)
         self._is_due = self._closed = False
         own = Provider(share.identity.peer_id, self._address, False) if share is not None else None
-        self._tracker = TrackerClient(self.client, self.dataset_id, self.trackers, own)
+        self._tracker = TrackerClient(self.origin.client, self.dataset_id, self._find_trackers, own)
         self._thread = SupervisedThread(self._run, "swarm").start()
+
+    def _find_trackers(self) -> list[Provider]:
+        return [Provider(c.peer_id, c.address, c.is_whole) for c in self.origin.claims(_MAX_TRACKER_AGE_S)]
 
     def sources(self, index: int) -> Sequence[Origin]:
         """Return who sends a slice now; the tracker is told of the request.
@@ -140,13 +137,13 @@ class SwarmReader:
                 raise self._given_up[index]
             if index in self._sources:
                 return [self._sources[index][1]]
-            if self.direct is None or self.now() >= self._direct_until:
+            if self.now() >= self._direct_until:
                 if index not in self._waiting:
                     self._waiting.add(index)
                     self._notify()
                 raise NoProviderError(f"{name}: no tracker has named a provider yet")
             self._waiting.discard(index)
-        return self.direct()
+        return self.origin.sources()
 
     def _notify(self) -> None:
         """Have a request sent now. With the lock held."""
@@ -164,8 +161,9 @@ class SwarmReader:
         return True
 
     def _report_failure(self, index: int, provider: Provider, error: NetworkError) -> None:
-        is_wrong = isinstance(error, (IntegrityError, ProtocolError))
-        self._updates["failed"].append({"index": index, "member": provider.peer_id, "wrong": is_wrong})
+        self._updates["failed"].append(
+            {"index": index, "member": provider.peer_id, "wrong": isinstance(error, (IntegrityError, ProtocolError))}
+        )
         self._counts["failed"] += 1
         if isinstance(error, PermanentError):
             self._refused.setdefault(index, (error, self.now()))
@@ -220,7 +218,7 @@ class SwarmReader:
         with self._changed:
             num = max(0, self.downloads - len(self._sources))
             requested = np.array(sorted(itertools.islice(self._waiting, MAX_WANTED)), np.int64)
-            body: Body = {
+            body: JsonObject = {
                 "session": self._session, "address": self._address, "want": format_ranges(requested), "num": num,
                 **{name: items[:MAX_SWARM_ITEMS] for name, items in self._updates.items()},
             }  # fmt: skip
@@ -230,7 +228,7 @@ class SwarmReader:
                 if self._reported is None or not np.array_equal(flags, self._reported):
                     self._introduce(body, flags)
                 self._reported_at = now
-        reply: Body | None = None
+        reply: JsonObject | None = None
         try:
             reply = self._tracker.request(body, lambda body: self._introduce(body, self.own_flags()))
         finally:
@@ -248,13 +246,13 @@ class SwarmReader:
             return 0.05
         return wait_s if num > 0 else max(wait_s, BUSY_S)
 
-    def _introduce(self, body: Body, flags: BOOL) -> None:
+    def _introduce(self, body: JsonObject, flags: BOOL) -> None:
         """Tell a tracker that may not know it what this reader has."""
         if "have" not in body and self._address:
             body["have"] = format_ranges(np.flatnonzero(flags))
             self._reported = flags
 
-    def _receive(self, reply: Body, requested: I64) -> float:
+    def _receive(self, reply: JsonObject, requested: I64) -> float:
         """Note the providers of a reply; return how long to wait.
 
         ProtocolError if it is malformed; then none is noted.
@@ -262,8 +260,9 @@ class SwarmReader:
         try:
             message = SwarmReply.model_validate(reply)
         except ValidationError as error:
-            text = f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
-            raise ProtocolError(text) from error
+            raise ProtocolError(
+                f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
+            ) from error
         named = {item.index: _provider_of(item) for item in message.assignments}
         assigned = {index: provider for index, provider in named.items() if index in requested}
         sharers = [_provider_of(sharer) for sharer in message.sharers]
@@ -288,11 +287,9 @@ class SwarmReader:
     def _open(self, index: int, provider: Provider) -> Origin | NetworkError:
         sha256 = self.table.row(index).sha256
         if not provider.is_url:
-            return PeerSource(self.client, node_of(provider.peer_id), provider.address, lambda name: sha256)
+            return PeerSource(self.origin.client, node_of(provider.peer_id), provider.address, lambda name: sha256)
         try:
-            if self.open_url is None:
-                raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
-            return self.open_url(provider.address)
+            return self.origin.open_url(provider.address)
         except NetworkError as error:
             if isinstance(error, ProtocolError):  # a URL that no data node claims
                 self._tracker.drop_current()
@@ -303,15 +300,17 @@ class SwarmReader:
         with self._changed:
             now = self.now()
             is_wanted = bool(self._waiting or self._sources)
-            elapsed_s, num_verified = now - self._judged_at, self.num_verified
+            elapsed_s = now - self._judged_at
+            num_verified = self.num_verified
             if is_wanted and elapsed_s < IDLE_S:
                 return
-            self._judged_at, self.num_verified = now, 0
+            self._judged_at = now
+            self.num_verified = 0
             if not is_wanted or num_verified >= MIN_BYTES_PER_S * elapsed_s:
                 self._good_at = now
                 return
             self._reported = None
-            is_direct = self.direct is not None and now - self._good_at >= self._patience_s
+            is_direct = now - self._good_at >= self._patience_s
             self._direct_until = now + _DIRECT_S if is_direct else self._direct_until
         self._tracker.leave_current()
         log.info(
@@ -325,8 +324,7 @@ class SwarmReader:
         """Fail the requests whose provider cannot be asked, for ten seconds, or whose slice no peer can serve."""
         with self._changed:
             now = self.now()
-            patience_s = self.timeout_s + (self._patience_s if self.direct is not None else 0.0)
-            is_late = not self._sources and now - self._good_at >= patience_s
+            is_late = not self._sources and now - self._good_at >= self.timeout_s + self._patience_s
             for index in list(self._waiting):
                 refusal, since = self._refused.get(index, (None, now))
                 if is_late or now - since > _REFUSED_S:
@@ -379,10 +377,8 @@ class SwarmMember(Closing):
             self.share.add(SharedDataset(origin.name, dataset.id, dataset.num_slices, self.files, own_flags))
 
         self.reader = SwarmReader(
-            origin.client, dataset.id, dataset.table,
-            lambda: [Provider(c.peer_id, c.address, c.is_whole) for c in origin.claims(_MAX_TRACKER_AGE_S)], own_flags,
-            on_change, share=self.share, downloads=downloads, open_url=origin.open_url, direct=origin.sources,
-        )  # fmt: skip
+            origin, dataset.id, dataset.table, own_flags, on_change, share=self.share, downloads=downloads
+        )
 
     def origin(self, index: int) -> SliceProvider:
         """Return who sends a slice, for the runs of its chunks; `reader.release` it afterwards."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -49,7 +49,7 @@ from forebay.network.app import (
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
+from forebay.network.messages import ClaimsReply, JsonObject, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
@@ -63,7 +63,7 @@ from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.share")
 _MAX_SMALL_BYTES = 1 << 30
-RANGED: dict[int | str, dict[str, Any]] = {
+RANGED: dict[int | str, JsonObject] = {
     200: {"content": {BINARY: {}}, "description": "All of it."},
     206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
     416: describe_error("The range is malformed or not in the file."),
@@ -120,7 +120,8 @@ class SmallFiles(dict[str, ServedFile]):
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        origin, manifest = origin_of(dataset), b""
+        origin = origin_of(dataset)
+        manifest = b""
         for name in (TABLE_FILE, MANIFEST_FILE):
             self[name] = manifest = read_small(origin, name, _MAX_SMALL_BYTES)
         if (id := dataset_id(manifest)) != dataset.id:
@@ -165,10 +166,12 @@ class SliceServer(ABC):
         self.ttl_s = ttl_s
         self._advertised_host = advertised_host
         self._shared: dict[str, SharedDataset] = {}  # by dataset id
-        self._announcements, self._announce_error = 0, ""
+        self._announcements = 0
+        self._announce_error = ""
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
-        self._stopping, self._changed = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
+        self._changed = threading.Event()
         self._hashing = asyncio.Lock()  # others wait here, and not in the few threads
         with _app_lock:
             self._app = _make_app(title, self)
@@ -196,9 +199,10 @@ class SliceServer(ABC):
         self._announcer.join(1.0)
         return is_drained
 
-    def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[dict[str, Any]]:
+    def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[JsonObject]:
         """Return signed claims of the datasets, or those of one name or id, that a peer's certificate covers."""
-        expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
+        expires_at = time.time() + self.ttl_s
+        own_id = self.identity.peer_id
         return [
             Claim(
                 shared.name, shared.dataset_id, shared.num_slices, own_id, self.address, expires_at,
@@ -239,7 +243,10 @@ class SliceServer(ABC):
         return None
 
     def check_slice(self, peer: Peer, files: Sequence[SliceFile], num_bytes: int) -> SliceFile:
-        """As `check`, of a slice: the rules of one of the datasets that have it must allow it. Return its file."""
+        """As `check`, of a slice: the rules of one of the datasets that have it must allow it. Return its file.
+
+        ApiError if no dataset has it.
+        """
         refusals = []
         for file in files:
             try:
@@ -247,7 +254,7 @@ class SliceServer(ABC):
                 return file
             except ApiError as error:
                 refusals.append(error)
-        raise refusals[0]
+        raise next(iter(refusals), ApiError(404, "unknown_slice", "this node has no slice of this hash now"))
 
     def metrics(self) -> Iterable[Metric]:
         """Return metrics in addition to those of every server."""
@@ -273,18 +280,18 @@ class SliceServer(ABC):
         if self.discovery is None:
             return
         failure = ""
-        names: dict[tuple[Literal["dataset", "family"], str], None] = {}
-        for shared in list(self._shared.values()):
-            names["dataset", shared.name] = None
-            if shared.family:
-                names["family", shared.family] = None
-        for kind, name in names:
+        shared = list(self._shared.values())
+        names = {("dataset", item.name) for item in shared} | {
+            ("family", item.family) for item in shared if item.family
+        }
+        for kind, name in sorted(names):
             try:
                 self.discovery.announce(record_key(self.identity.network_id, kind, name), self.port)
             except (NetworkError, OSError) as error:
                 failure = f"{name}: {error}"
                 log.warning("announcing %s failed, trying again in %g s: %s", name, self.ttl_s / 3, error)
-        self._announcements, self._announce_error = self._announcements + 1, failure
+        self._announcements = self._announcements + 1
+        self._announce_error = failure
 
 
 class SliceIndex(Protocol):
@@ -358,7 +365,7 @@ _app_lock = threading.Lock()
 
 
 def _make_app(title: str, server: SliceServer) -> FastAPI:
-    app = make_app(title, server.metrics)
+    app = make_app(title, server.metrics, {ProtocolError: (400, "bad_request")})
 
     @app.get("/v1/claims", response_model=ClaimsReply, summary="Signed claims of what this node has.")
     async def read_claims(request: Request, name: str | None = None, id: str | None = None) -> Response:
@@ -366,10 +373,10 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
 
     @app.get("/v1/slices/{sha256}", response_class=Response, responses=RANGED, summary="A slice, or a range of it.")
     async def read_slice(request: Request, sha256: str) -> Response:
-        if not (files := server.find_slice(sha256)):
-            raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
-        peer, response = peer_of(request), file_response(request, files[0].path, files[0].num_bytes)
-        server.check_slice(peer, files, 0)
+        peer = peer_of(request)
+        files = server.find_slice(sha256)
+        file = server.check_slice(peer, files, 0)
+        response = file_response(request, file.path, file.num_bytes)
         response.source = await server.verify_slice(files, response.start, response.stop)
         response.num_charged = min(CHARGE_BYTES, response.stop - response.start)
         response.charge = server.charge(peer, server.check_slice(peer, files, response.num_charged))
@@ -380,8 +387,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         summary="The SHA-256 of each chunk of a slice, 32 bytes each.",
     )  # fmt: skip
     async def read_chunks(request: Request, sha256: str, chunk_bytes: int) -> Response:
-        if not (files := server.find_slice(sha256)):
-            raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
+        files = server.find_slice(sha256)
         file = server.check_slice(peer_of(request), files, 0)
         if chunk_bytes != file.chunk_bytes:
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash in chunks of this size")
@@ -407,9 +413,6 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
         server.find_dataset(peer, dataset_id)
         if not server.tracker.tracks(dataset_id):
             raise ApiError(404, "unknown_swarm", "this node tracks no swarm of this dataset")
-        try:
-            return JsonResponse(server.tracker.handle(peer, dataset_id, message, source_of(request)))
-        except ProtocolError as error:
-            raise ApiError(400, "bad_request", str(error)) from error
+        return JsonResponse(server.tracker.handle(peer, dataset_id, message, source_of(request)))
 
     return app

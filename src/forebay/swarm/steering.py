@@ -13,7 +13,7 @@ The policy:
 Cost: a bit for each member and slice (312 MB for 10,000 of 250,000); a call considers 4,096 of the requested slices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from forebay.arrays import BOOL, I32, I64
 from forebay.errors import UsageError
 from forebay.network.peer import Provider
-from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
+from forebay.swarm.members import Download, Downloads, Members, PeerPenalties
 
 PATIENCE_S = 60.0
 _MAX_WANTED = 4096  # requested slices that one call considers
@@ -59,7 +59,8 @@ class Swarm:
         `have`: [num_slices] flags of its slices; None: as before. Ignored for an origin, which has all, and for a
         member without an address, which serves none.
         """
-        members, peer_id = self._members, holder.peer_id
+        members = self._members
+        peer_id = holder.peer_id
         before = self._providers.get(peer_id)
         if before is not None and (before.is_origin, not before.address) != (holder.is_origin, not holder.address):
             self.leave(peer_id)
@@ -150,7 +151,8 @@ class Swarm:
         """The asker has the slice, verified, from the provider that it was sent to, or another. It may have left."""
         done = self._downloads.get((asker, index))
         if done is not None and done.holder in self._providers:
-            seconds, usual_s = max(now - done.since, 1e-6), self._downloads.usual_s
+            seconds = max(now - done.since, 1e-6)
+            usual_s = self._downloads.usual_s
             self._downloads.usual_s = usual_s + 0.1 * (seconds - usual_s) if usual_s else seconds
             self.penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
@@ -181,9 +183,12 @@ class Swarm:
 
     # Queries.
 
-    def offers(self, asker: str, now: float) -> Offers:
-        """The slices that the others can serve to a member now."""
-        return Offers(self._members, self._members.gives & ~self._shunned(asker, now))
+    def offers(self, asker: str, now: float) -> Callable[[int], bool] | None:
+        """Return whether others can serve a slice to a member now; None: one is an origin, which has every slice."""
+        willing = self._members.gives & ~self._shunned(asker, now)
+        if (willing & self._members.is_origin).any():
+            return None
+        return lambda index: bool((self._members.holders_of(index) & willing).any())
 
     def copies(self) -> I32:
         """[num_slices] copies of each slice, without origins."""
@@ -218,7 +223,8 @@ class Swarm:
         indexes = self._downloads.slices_of(asker)
         if not indexes:
             return []
-        assigned, shunned = [], self._shunned(asker, now)
+        assigned = []
+        shunned = self._shunned(asker, now)
         for index in sorted(set(indexes).intersection(missing.tolist()))[:num]:
             download = self._downloads.get((asker, index))
             assert download is not None

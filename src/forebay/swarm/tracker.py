@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from forebay.arrays import BOOL
 from forebay.errors import ProtocolError
 from forebay.network.client import Client
-from forebay.network.messages import SwarmRequest
+from forebay.network.messages import JsonObject, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of
 from forebay.network.reachability import ReachabilityChecker
 from forebay.swarm.members import parse_ranges
@@ -27,7 +26,9 @@ from forebay.swarm.steering import Swarm
 MAX_AT_ONCE = 64
 _MAX_PEERS = 16  # sharers named in a response, as the next trackers
 _MAX_SESSIONS, _MAX_SESSIONS_PER_ORGANISATION = 64, 2048  # of a node; each costs a bit per slice
-_WAIT_S, _IDLE_WAIT_S, _MAX_REQUESTS_PER_S = 0.2, 2.0, 200.0
+_WAIT_S = 0.2
+_IDLE_WAIT_S = 2.0
+_MAX_REQUESTS_PER_S = 200.0
 log = logging.getLogger("forebay.network")
 
 
@@ -62,15 +63,15 @@ class Tracker:
             own: Providers that live as long as this tracker: the node itself, or the origins behind it.
             own_flags: Slices that `own` have, if they are no origins; read every second.
         """
-        swarm = Swarm(num_slices, origin_slots=origin_slots)
+        tracked = _TrackedSwarm(Swarm(num_slices, origin_slots=origin_slots), own, own_flags)
         with self._lock:
-            self._tracked.setdefault(dataset_id, _TrackedSwarm(swarm, own, own_flags))
+            self._tracked.setdefault(dataset_id, tracked)
 
     def tracks(self, dataset_id: str) -> bool:
         """Whether a dataset is tracked here."""
         return dataset_id in self._tracked
 
-    def handle(self, peer: Peer, dataset_id: str, request: SwarmRequest, source: str = "") -> dict[str, Any]:
+    def handle(self, peer: Peer, dataset_id: str, request: SwarmRequest, source: str = "") -> JsonObject:
         """Return the SwarmReply to a member at the IP address `source`.
 
         Raises:
@@ -97,8 +98,13 @@ class Tracker:
                 if peer.org:
                     self._add_session(tracked, peer.org, me)
             is_reached = True if own is not None else self._dialer.check(peer, request.address, source)
-            member = own or Provider(me, request.address if is_reached else "", False)
-            return steer(swarm, member, request, now, may_fetch=is_reached is not None)
+            return steer(
+                swarm,
+                own or Provider(me, request.address if is_reached else "", False),
+                request,
+                now,
+                may_fetch=is_reached is not None,
+            )
 
     def _add_session(self, tracked: _TrackedSwarm, org: str, member: str) -> None:
         """Count one more member of an organisation; ProtocolError if it has too many. With the lock held."""
@@ -111,7 +117,7 @@ class Tracker:
             )
         members.add(member)
 
-    def status(self) -> dict[str, dict[str, Any]]:
+    def status(self) -> dict[str, JsonObject]:
         """Return figures of each dataset, by id, for status and metrics."""
         with self._lock:
             now = time.monotonic()
@@ -131,9 +137,7 @@ class Tracker:
         tracked.swarm.expire(now)
 
 
-def steer(
-    swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, may_fetch: bool = True
-) -> dict[str, Any]:
+def steer(swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, may_fetch: bool = True) -> JsonObject:
     """Apply the request of a member to its swarm and return the SwarmReply.
 
     ProtocolError if ranges are malformed; nothing is applied then.
@@ -142,7 +146,8 @@ def steer(
         member: Name and address that others get; without an address it is not named to others.
         may_fetch: False while its address is being checked: it repeats the request in a moment.
     """
-    me, registered = member.peer_id, swarm.get(member.peer_id)
+    me = member.peer_id
+    registered = swarm.get(member.peer_id)
     have = None
     if request.have is not None:
         have = np.zeros(swarm.num_slices, np.bool_)
@@ -166,12 +171,12 @@ def steer(
     return reply
 
 
-def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = False) -> dict[str, Any]:
+def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = False) -> JsonObject:
     sharers = [_provider_json(sharer) for sharer in swarm.sharers(_MAX_PEERS) if sharer.peer_id != member]
     return {"assignments": [], "wait_s": wait_s, "tell_have": tell_have, "sharers": sharers}
 
 
-def _provider_json(provider: Provider) -> dict[str, Any]:
+def _provider_json(provider: Provider) -> JsonObject:
     name = provider.peer_id
     peer_id = name if provider.is_url else node_of(name)
     return {"member": name, "peer_id": peer_id, "address": provider.address, "is_origin": provider.is_origin}

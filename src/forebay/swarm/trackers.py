@@ -11,11 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from forebay.errors import ForebayError, NetworkError
 from forebay.network.client import Client, RemoteError
+from forebay.network.messages import JsonObject
 from forebay.network.peer import Provider, node_of
+from forebay.recent import RecentDict
 
 REQUEST_TIMEOUT_S = 10.0
 _HOME_S = 30.0  # between look-ups for a data node while a member is the tracker
@@ -24,7 +25,8 @@ _DEAD_S = 30.0  # how long a tracker that did not respond is not asked
 _LEFT_S = 300.0  # how long a tracker of which too little came is asked after the others
 _OVERLOADED_S = 1.0
 _DAY_S = 86_400.0
-_MAX_SHARERS_PER_REPLY, _MAX_SHARERS = 16, 256
+_MAX_SHARERS_PER_REPLY = 16
+_MAX_SHARERS = 256
 _MAX_REPLY_BYTES = 1 << 20
 log = logging.getLogger("forebay.swarm")
 
@@ -49,17 +51,14 @@ class TrackerClient:
         self._looked_up_at = float("-inf")
         self._was_alone = True  # no other tracker was found so far
         self._ranked: list[Provider] = []
-        self._sharers: dict[str, Provider] = {}  # by address
+        self._sharers = RecentDict[str, Provider](_MAX_SHARERS)  # by address
         self._dead: dict[str, float] = {}  # until when, by address
         self._left: dict[str, float] = {}  # since when, by address
 
     def add_sharers(self, sharers: Iterable[Provider]) -> None:
         """Add members that can be asked if no other tracker responds: 16 per reply, the last 256 in all."""
         for sharer in itertools.islice(sharers, _MAX_SHARERS_PER_REPLY):
-            self._sharers.pop(sharer.address, None)
             self._sharers[sharer.address] = sharer
-        while len(self._sharers) > _MAX_SHARERS:
-            del self._sharers[next(iter(self._sharers))]
 
     def leave_current(self) -> None:
         """Ask the others first from now on: too little came of the responses of the current one."""
@@ -74,7 +73,7 @@ class TrackerClient:
         if self._ranked and self._ranked[0] == self.current:
             self._drop_first()
 
-    def request(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    def request(self, body: JsonObject, introduce: Callable[[JsonObject], None]) -> JsonObject | None:
         """Return the response of the first tracker that sends one; None if no tracker does.
 
         `introduce` completes the request for a tracker that does not know this member.
@@ -94,13 +93,14 @@ class TrackerClient:
             introduce(body)
         return None
 
-    def leave(self, body: dict[str, Any]) -> None:
+    def leave(self, body: JsonObject) -> None:
         """Tell the current tracker that this member leaves."""
         if self._ranked:
             self._post(self._ranked[0], {**body, "leave": True}, 1.0)
 
     def _drop_first(self) -> None:
-        lost, now = self._ranked.pop(0), time.monotonic()
+        lost = self._ranked.pop(0)
+        now = time.monotonic()
         self._sharers.pop(lost.address, None)
         self._dead = {address: until for address, until in self._dead.items() if until > now}
         self._dead[lost.address] = now + _DEAD_S
@@ -136,7 +136,7 @@ class TrackerClient:
 
         self._ranked = sorted(alive, key=rank)
 
-    def _post(self, tracker: Provider, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+    def _post(self, tracker: Provider, body: JsonObject, timeout_s: float) -> JsonObject | None:
         path = f"/v1/swarm/{self.dataset_id}"
         try:
             return self.client.request_json(

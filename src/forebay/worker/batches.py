@@ -54,8 +54,10 @@ class Batches:
             check_integer(argument, value, 1)
         self.rank, self.world_size = rank_of_world(self.rank, self.world_size)
         self.stream = self.open_stream(rank=self.rank, world_size=self.world_size, batch_size=self.batch_size)
-        self._num_yielded, self._resumes = 0, False
-        self.seq_len, self.vocab_size = int(self.stream.seq_len), int(self.stream.vocab_size)
+        self._num_yielded = 0
+        self._resumes = False
+        self.seq_len = int(self.stream.seq_len)
+        self.vocab_size = int(self.stream.vocab_size)
         self.sample_ids: I64 = np.zeros(0, np.int64)
         self.epoch = self._logged_epoch = 0
         self._start = self.stream.position
@@ -71,7 +73,8 @@ class Batches:
 
     def join_world(self, rank: int, world_size: int, samples_taken: int) -> None:
         """Continue at a sample of the run as a rank of another world: the same samples, read by other ranks."""
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
         self.stream.join_world(rank, world_size, self.effective_batch_size, samples_taken)
 
     def endless(self) -> Generator[NumpyTokens, None, None]:
@@ -98,7 +101,8 @@ class Batches:
             while self._num_yielded < self.num_batches:
                 batch = next(batches)
                 self._num_yielded += 1
-                self.sample_ids, self.epoch = batch.sample_ids, batch.epoch
+                self.sample_ids = batch.sample_ids
+                self.epoch = batch.epoch
                 yield batch
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
@@ -121,7 +125,8 @@ class Batches:
         if type(count) is not int or count < 0 or not isinstance(stream, dict):
             raise StateError(f"dataset state: expected what state_dict() gives, got {str(state)[:80]}.")
         self.stream.load_state_dict(stream)
-        self._num_yielded, self._resumes = count, True
+        self._num_yielded = count
+        self._resumes = True
 
     def close(self) -> None:
         """End threads, close files. May be called twice."""
@@ -174,7 +179,9 @@ class _DummyStream:
         self.position = int(position)
 
     def join_world(self, rank: int, world_size: int, global_batch_size: int, samples_taken: int) -> None:
-        self.rank, self.world_size, self.position = rank, world_size, samples_taken
+        self.rank = rank
+        self.world_size = world_size
+        self.position = samples_taken
 
     def learn(self, state: Any) -> None:
         """Every rank knows all samples."""
@@ -187,7 +194,8 @@ class _DummyStream:
 
     def __iter__(self) -> Generator[NumpyTokens, None, None]:
         while True:
-            start, size = self.position, self.world_size * self.batch_size
+            start = self.position
+            size = self.world_size * self.batch_size
             ids = self._ids(start + np.arange(self.rank, size, self.world_size, dtype=np.int64))
             tokens = dummy_samples(ids, seed=self.seed, seq_len=self.seq_len, vocab_size=self.vocab_size)
             self.position = start + size

@@ -50,7 +50,9 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
 
     def __init__(self, meet: Meet, timeout_s: float, abandon: Callable[[], bool]) -> None:
         super().__init__()
-        self._meet, self._timeout_s, self._abandon = meet, timeout_s, abandon
+        self._meet = meet
+        self._timeout_s = timeout_s
+        self._abandon = abandon
 
     def set(self, key: str, value: str | bytes) -> None:
         self._request(key, value.encode() if isinstance(value, str) else bytes(value))
@@ -127,7 +129,8 @@ class Collective:
         The state is sent as torch.save writes it, and read with weights_only, so that it holds no code. After a
         PeerLostError this rank's are unchanged.
         """
-        source, is_source = self.generation.source, self.generation.rank == self.generation.source
+        source = self.generation.source
+        is_source = self.generation.rank == self.generation.source
         data = io.BytesIO()
         if is_source:
             torch.save(optimizer.state_dict(), data)

@@ -61,7 +61,8 @@ class DistributedRun:
         self.collective: Collective | None = None
         self.generation: Generation | None = None
         self._ended = threading.Event()
-        self._holds_state, self._num_failures = False, 0
+        self._holds_state = False
+        self._num_failures = 0
         self.membership = Membership(
             config.coordinator or os.environ.get("FOREBAY_COORDINATOR") or "127.0.0.1:8000", config.worker_id,
             settings=shared_settings(config), identity=_load_identity(config), lockstep=self.lockstep,
@@ -140,7 +141,8 @@ class DistributedRun:
 
     def _learn(self, batch: NumpyTokens) -> tuple[float, bool | None]:
         """The loss over all ranks, and whether they agreed to stop after this step (None: nothing was agreed)."""
-        training, trainer = self.training, self.training.trainer
+        training = self.training
+        trainer = self.training.trainer
         if self.collective is None:
             return training.learn(trainer.step, batch), None
         lockstep = cast(LockstepTrainer, trainer)
@@ -153,9 +155,11 @@ class DistributedRun:
 
     def _enter(self, generation: Generation) -> None:
         """Begin a generation: join its group, receive the source's state, read this rank's share of the data."""
-        training, membership = self.training, self.membership
+        training = self.training
+        membership = self.membership
         self._leave_group()
-        step, training.report.step = training.step, generation.start_step
+        step = training.step
+        training.report.step = generation.start_step
         is_source = generation.rank == generation.source
         self._holds_state = is_source or (self._holds_state and step == generation.start_step)
         training.set_rank(generation.rank, generation.world_size, generation.start_sample)
@@ -189,7 +193,8 @@ class DistributedRun:
                 self.training.log(f"a rank's place in the data is not used: {error}")
 
     def _leave_group(self) -> None:
-        collective, self.collective = self.collective, None
+        collective = self.collective
+        self.collective = None
         if collective is not None:
             collective.close()
 

@@ -67,9 +67,11 @@ def create_huggingface_dataset(
             error, tokenizer_name or "bytes",
         )  # fmt: skip
         inputs = str(Path(__file__).with_name("sonnets.jsonl"))  # public domain
-        tokenizer_name, is_here = tokenizer_name or "bytes", True
+        tokenizer_name = tokenizer_name or "bytes"
+        is_here = True
     tokenizer_name = tokenizer_name or entry.tokenizer
-    tokenizer, seq_len = load_tokenizer(tokenizer_name), entry.seq_len if seq_len is None else seq_len
+    tokenizer = load_tokenizer(tokenizer_name)
+    seq_len = entry.seq_len if seq_len is None else seq_len
     buffer_size = entry.buffer_size if buffer_size is None else buffer_size
     options = StreamOptions(
         lanes=lanes, shuffle_documents=buffer_size, shuffle_bytes=BUFFER_BYTES,

@@ -130,7 +130,8 @@ class MembershipState:
         self._run_to = 0
         self._changing = self._broken = False
         self._lost = ""
-        self._heartbeat_s, self._lost_s = 30.0, 5.0
+        self._heartbeat_s = 30.0
+        self._lost_s = 5.0
 
     @property
     def generation(self) -> Generation:
@@ -152,7 +153,8 @@ class MembershipState:
     def agreeing(self) -> Operation[dict[str, Any]]:
         answer = yield from self._call("/v1/config", {"settings": self.settings})
         try:
-            self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
+            self._heartbeat_s = float(answer["heartbeat_s"])
+            self._lost_s = float(answer["lost_s"])
             config = {**self.settings, **answer["config"]}
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"coordinator: expected a configuration, got {answer!r:.200}") from error
@@ -165,9 +167,13 @@ class MembershipState:
     def joining(self) -> Operation[Generation]:
         if not self.config:
             yield from self.agreeing()
-        self.session, self._lost, self._run_to = self.new_session(), "", 0
+        self.session = self.new_session()
+        self._lost = ""
+        self._run_to = 0
         body = {**self._me(), "step": self._weights[0], "samples": self._weights[1]}
-        now, noted, wait_s = self.clock(), "", FIRST_WAIT_S
+        now = self.clock()
+        noted = ""
+        wait_s = FIRST_WAIT_S
         ask_until = {"duplicate": now + NOTICE_S, "unsure": now + self._heartbeat_s + 2 * self._lost_s}
         while True:
             try:
@@ -190,7 +196,8 @@ class MembershipState:
             wait_s = WAIT_S
 
     def crossing(self, step: int, *, stop: bool | None, broken: bool, holds: bool) -> Operation[Generation]:
-        generation, self.step = self.generation, step
+        generation = self.generation
+        self.step = step
         if holds:
             self._weights = (step, generation.first_sample(step, int(self.config.get("batch_size") or 1)))
         if self._lost:
@@ -215,7 +222,8 @@ class MembershipState:
 
     def heartbeats(self) -> Operation[None]:
         """Send heartbeats and receive changes, until the session ends."""
-        session, pause_s = self.session, 0.1
+        session = self.session
+        pause_s = 0.1
         wait_s = min(self._heartbeat_s, HEARTBEAT_WAIT_S)
         while not self.closed and self.session == session and self._generation is not None:
             number = self._generation.number
@@ -257,17 +265,22 @@ class MembershipState:
     def _enter(self, value: Any) -> Generation:
         generation = Generation.from_json(value)
         if self._generation is None or self._generation.number != generation.number:
-            self.step, self._run_to = generation.start_step, 0
+            self.step = generation.start_step
+            self._run_to = 0
             self.on_note(
                 f"generation {generation.number}: rank {generation.rank} of {generation.world_size} "
                 f"from step {generation.start_step}"
             )
-        self._generation, self._changing, self._broken = generation, False, False
+        self._generation = generation
+        self._changing = False
+        self._broken = False
         return generation
 
     def _call(self, path: str, body: Mapping[str, Any], wait_s: float = 0.0) -> Operation[Any]:
         """One request, repeated with back-off while the coordinator is unreachable."""
-        deadline, tried, noted = self.clock() + self.patience_s, 0, False
+        deadline = self.clock() + self.patience_s
+        tried = 0
+        noted = False
         while True:
             if self.closed:
                 raise MembershipLostError(f"worker {self.worker_id!r}: it has left the run.")

@@ -98,7 +98,9 @@ class Training:
         """Replace the settings before the first step; the data are opened again if the settings differ."""
         if config != self.config or config.resolved_seq_len() != self.config.resolved_seq_len():
             self.close()
-            self.config, self._trainer, self._described = config, None, False
+            self.config = config
+            self._trainer = None
+            self._described = False
             self.data = open_data(config)
 
     @property
@@ -132,7 +134,8 @@ class Training:
         if samples_taken is not None:
             self.data.join_world(rank, world_size, samples_taken)
         report = self.report
-        report.rank, report.world_size = rank, world_size
+        report.rank = rank
+        report.world_size = world_size
         report.effective_batch_size = self.config.effective_batch_size(world_size)
         self.log(
             f"rank {rank} of {world_size}: effective batch size {report.effective_batch_size} "
@@ -143,7 +146,8 @@ class Training:
         """Make the trainer, log data, trainer and settings without effect once, and start the clocks."""
         if not self._described:
             self.log(f"{self.data.describe()}; {self.trainer.describe()}")
-            is_text, is_count = self.config.dataset_name is not None, self.config.trainer == "count"
+            is_text = self.config.dataset_name is not None
+            is_count = self.config.trainer == "count"
             for is_unused, names, what in (
                 (
                     is_count,
@@ -170,7 +174,8 @@ class Training:
         if self.report.first_batch_s:
             self._waited_s += now - requested_at
         else:
-            self.report.first_batch_s, self._started_at = now - self._started_at, now
+            self.report.first_batch_s = now - self._started_at
+            self._started_at = now
             self.log(f"first batch after {self.report.first_batch_s:.2f} s")
         return batch
 
@@ -224,7 +229,8 @@ class Training:
 
     def close_batches(self) -> None:
         """End the iteration over the data; its position stays."""
-        batches, self._batches = self._batches, None
+        batches = self._batches
+        self._batches = None
         if batches is not None:
             batches.close()
 
@@ -239,7 +245,8 @@ class OutOfMemoryError(UsageError, RuntimeError):
 
     def __init__(self, message: str, batch_size: int, seq_len: int) -> None:
         super().__init__(message)
-        self.batch_size, self.seq_len = batch_size, seq_len
+        self.batch_size = batch_size
+        self.seq_len = seq_len
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -253,7 +260,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(error: BaseException, config: WorkerConfig) -> OutOfMemoryError:
     """The error with the settings of the step and the next smaller ones."""
     reason = error_text(error)
-    batch_size, seq_len = config.batch_size, config.resolved_seq_len()
+    batch_size = config.batch_size
+    seq_len = config.resolved_seq_len()
     advice = []
     if batch_size > 1:
         advice.append(f"batch_size={batch_size // 2}")

@@ -10,7 +10,7 @@ import pytest
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.dataset.reader import open_dataset
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import UsageError
 from forebay.fetch.cache import ChunkCache
 from forebay.fetch.engine import RunFetcher
 from forebay.fetch.transfers import FileTransfer
@@ -153,7 +153,7 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
         discovery = LocalDiscovery(addresses=[parse_address(node.address)])
         settings = {"seq_len": 8, "wait_s": 2.0}
         scheduler = SchedulerService(client.identity, NAME, discovery, client, tmp_path / "state", **settings)
-        with pytest.raises(DatasetError, match="stands for 2 datasets") as refused:
+        with pytest.raises(UsageError, match="expected one dataset of this name, got 2") as refused:
             scheduler.start()
         scheduler.stop()
         assert all(item.id in str(refused.value) for item in both)

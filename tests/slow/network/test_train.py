@@ -84,7 +84,7 @@ def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerSer
     lease_id, step = first["lease_id"], {"start": 0, "stop": 1}
     # A thief's own signature counts for the thief, who has no such lease; the owner's is not the thief's.
     assert thief.exchange(**thief.receipt(first, **step))["refused"][0]["code"] == "lost"
-    with pytest.raises(RemoteError, match="not this peer's"):
+    with pytest.raises(RemoteError, match="expected one by key"):
         thief.exchange(**thief.receipt(first, by=owner.identity, **step))
     stolen = thief.exchange(known_leases=[lease_id], release=[lease_id], declared_until={lease_id: 0})
     assert stolen["lost"] == [lease_id]

@@ -121,10 +121,18 @@ def honest_tracker() -> Callable[[dict], dict]:
     return answer
 
 
-def reading(client: Any, **settings: Any) -> SwarmReader:
-    settings = {"trackers": lambda: [RUDE, HONEST], **settings}
+def reading(
+    client: Any, trackers: Callable[[], list[Provider]] = lambda: [RUDE, HONEST], **settings: Any
+) -> SwarmReader:
+    """A reader whose data nodes are these trackers; `open_url` and `sources` are of its origin."""
+    of_origin = {name: settings.pop(name) for name in ("open_url", "sources") if name in settings}
+
+    def claims(max_age_s: float) -> list[SimpleNamespace]:
+        return [SimpleNamespace(**vars(tracker), is_whole=tracker.is_origin) for tracker in trackers()]
+
+    origin = SimpleNamespace(client=client, claims=claims, **of_origin)
     return SwarmReader(
-        client, "ab" * 32, TABLE, own_flags=lambda: np.zeros(1, np.bool_), on_change=lambda: None, **settings
+        origin, "ab" * 32, TABLE, own_flags=lambda: np.zeros(1, np.bool_), on_change=lambda: None, **settings
     )
 
 
@@ -233,7 +241,7 @@ def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one():
     """And a tracker again some minutes later."""
     clock, direct = Clock(), [StubClient()]
     client = StubClient(dict.fromkeys([RUDE.address, HONEST.address], lambda body: GOOD))
-    with closing(reading(client, now=clock, direct=lambda: direct)) as reader:
+    with closing(reading(client, now=clock, sources=lambda: direct)) as reader:
         until(lambda: client.requests)
         with pytest.raises(NoProviderError):
             reader.sources(0)
@@ -258,8 +266,9 @@ def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
-def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_path):
+def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, monkeypatch):
     """A member that serves as a tracker may answer anything; the reader gives up within its patience."""
+    monkeypatch.setattr(swarm_reader, "_MIN_PATIENCE_S", 0.0)
     answers = [{**GOOD, "sharers": [{**HOLDER, **wrong}], **wrong}]
     client = StubClient({RUDE.address: lambda body: answers.pop() if answers else None})
     with closing(reading(client, timeout_s=0.5)) as reader:
@@ -267,8 +276,9 @@ def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, tmp_pat
         assert isinstance(named(reader), NetworkError)
 
 
-def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path):
+def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(monkeypatch):
     """Whatever fails in its thread, here the look-up of trackers, a transfer ends within the reader's patience."""
+    monkeypatch.setattr(swarm_reader, "_MIN_PATIENCE_S", 0.0)
     before = threads.failures().get("swarm", 0)
     failing = [RuntimeError("unexpected"), RuntimeError("unexpected")]
 

@@ -13,6 +13,7 @@ import functools
 import json
 import re
 from base64 import b64encode
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,8 @@ NODE_VALID_DAYS = 90  # issued by hand; certificates that an admission server re
 EARLY = dt.timedelta(hours=1)  # tolerated difference of clocks
 # Microsoft's arc for a UUID in parts needs no registration. Go's TLS refuses numbers over 2^31, so not one under 2.25.
 _ARC = "1.2.840.113556.1.8000.2554.28444.10836.32014.19212.39473.3038604.9742256"
-SCOPE_OID, ORGANISATION_OID = x509.ObjectIdentifier(f"{_ARC}.1"), x509.ObjectIdentifier(f"{_ARC}.2")
+SCOPE_OID = x509.ObjectIdentifier(f"{_ARC}.1")
+ORGANISATION_OID = x509.ObjectIdentifier(f"{_ARC}.2")
 _EARLIER_SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
 SERVER_NAME = "forebay"
 MAX_PATTERNS = 64
@@ -61,53 +63,50 @@ class Issuer:
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
     """A root's certificate, signed by itself; it may issue organisations."""
     own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
-    builder = _builder(name, name, key.public_key(), valid_days, path_length=1)
-    return builder.add_extension(x509.AuthorityKeyIdentifier(own_id, None, None), critical=False).sign(key, None)
+    return _builder(
+        name, name, key.public_key(), valid_days, 1, [x509.AuthorityKeyIdentifier(own_id, None, None)]
+    ).sign(key, None)
 
 
 def issue(
     issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float, *, organisation: bool = False
 ) -> x509.Certificate:
     """A certificate for a node's or an organisation's key. It ends no later than the issuer's own."""
-    check_scope(scope)
+    check_scope(scope, issuer.scope)
     if organisation and not issuer.is_root:
         raise UsageError("organisation: expected the directory of a network, got an organisation's.")
-    if beyond := scope.exceeds(issuer.scope):
-        raise UsageError(
-            f"certificate of {name}: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "
-            f"got {', '.join(sorted(beyond))}. Ask the root for them."
-        )
-    builder = _builder(
-        name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, issuer.cert.not_valid_after_utc
-    ).add_extension(authority(issuer.cert), critical=False)
+    extensions: list[x509.ExtensionType] = [authority(issuer.cert)]
     if not organisation:
-        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        builder = builder.add_extension(usage, critical=False)
-        # Programs that compare host names, such as Prometheus, expect this one at any address.
-        builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
+        extensions += [
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+            # Programs that compare host names, such as Prometheus, expect this one at any address.
+            x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]),
+        ]
     if scope != UNBOUNDED:
-        body = {"roles": sorted(scope.roles), "datasets": list(scope.datasets)}
-        raw = canonical_json(body)
-        builder = builder.add_extension(x509.UnrecognizedExtension(SCOPE_OID, raw), critical=False)
+        raw = canonical_json({"roles": sorted(scope.roles), "datasets": list(scope.datasets)})
+        extensions.append(x509.UnrecognizedExtension(SCOPE_OID, raw))
     if not issuer.is_root:
-        carried = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
-        builder = builder.add_extension(carried, critical=False)
+        extensions.append(x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert)))
+    last = issuer.cert.not_valid_after_utc
+    builder = _builder(name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, extensions, last)
     return builder.sign(issuer.key, None)
 
 
 def _builder(
     name: str, issuer_name: str, key: Ed25519PublicKey, days: float, path_length: int | None,
-    latest: dt.datetime | None = None,
+    extensions: Iterable[x509.ExtensionType], latest: dt.datetime | None = None,
 ) -> x509.CertificateBuilder:  # fmt: skip
-    """What all certificates have in common; `path_length` None: it may not issue others."""
-    now, is_ca, peer_id = dt.datetime.now(dt.UTC), path_length is not None, peer_id_of(key.public_bytes_raw())
+    """What all certificates have in common, and `extensions`; `path_length` None: it may not issue others."""
+    now = dt.datetime.now(dt.UTC)
+    is_ca = path_length is not None
+    peer_id = peer_id_of(key.public_bytes_raw())
     end = now + dt.timedelta(days=days)
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
     usage = x509.KeyUsage(
         digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, decipher_only=False,
         **dict.fromkeys(unused, False),
     )  # fmt: skip
-    return (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer_name)]))
@@ -115,10 +114,12 @@ def _builder(
         .serial_number(serial_number_of(peer_id))
         .not_valid_before(now - EARLY)
         .not_valid_after(end if latest is None else min(end, latest))
-        .add_extension(x509.SubjectKeyIdentifier(key_id_of(peer_id)), critical=False)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=path_length), critical=True)
         .add_extension(usage, critical=True)
     )
+    for extension in (x509.SubjectKeyIdentifier(key_id_of(peer_id)), *extensions):
+        builder = builder.add_extension(extension, critical=False)
+    return builder
 
 
 def name_of(cert: x509.Certificate) -> str:
@@ -136,12 +137,20 @@ def pem_of(*certs: x509.Certificate) -> bytes:
     return b"".join(cert.public_bytes(Encoding.PEM) for cert in certs)
 
 
-def check_scope(scope: Scope) -> None:
-    """Refuse unknown roles, and patterns that are empty, too long or too many. Raises UsageError."""
+def check_scope(scope: Scope, issuer: Scope = UNBOUNDED) -> None:
+    """Refuse unknown roles, those that an issuer may not give, and patterns that are empty, too long or too many.
+
+    Raises UsageError.
+    """
     if unknown := scope.roles - ROLES:
         raise UsageError(f"scope: expected roles of {', '.join(sorted(ROLES))}, got {', '.join(sorted(unknown))}")
     if len(scope.datasets) > MAX_PATTERNS or not all(0 < len(p) <= 256 and p.isprintable() for p in scope.datasets):
         raise UsageError(f"scope: expected at most {MAX_PATTERNS} dataset patterns of 1 to 256 printable characters")
+    if beyond := scope.exceeds(issuer):
+        raise UsageError(
+            f"scope: this organisation may give {', '.join(sorted(issuer.roles))}, "
+            f"got {', '.join(sorted(beyond))}. Ask the root for them."
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,13 +165,14 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
 
     The caller must check that the chain is valid now, and revocation. Raises ProtocolError.
     """
-    cert, root_cert = _parse(der_cert), _parse(root)
+    cert = _parse(der_cert)
+    root_cert = _parse(root)
     peer = _read(cert)
     who = f"peer {peer.peer_id} ({peer.name})"
     if _is_ca(cert):
         raise ProtocolError(f"{who}: expected a node's certificate, got an issuer's")
     issuer_key_id = authority_key_id(cert)
-    if issuer_key_id == own_key_id(root_cert):
+    if issuer_key_id == key_id_of(_read(root_cert).peer_id):
         _check_signature(cert, root_cert, who, "the network's root")
         return _verified(peer, cert, root_cert)
     carried = _extension(cert, ORGANISATION_OID)
@@ -171,7 +181,8 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
             f"{who}: its issuer is neither our root nor an organisation that it shows. "
             "Both sides need a certificate of the same network: see `forebay network join`."
         )
-    org, org_cert = organisation_of(carried.value, root), _parse(carried.value)
+    org = organisation_of(carried.value, root)
+    org_cert = _parse(carried.value)
     if key_id_of(org.peer_id) != issuer_key_id:
         raise ProtocolError(
             f"{who}: expected the certificate of the organisation that issued its own, "
@@ -183,29 +194,26 @@ def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
             f"{who}: its organisation {org.peer_id} ({org.name}) may give "
             f"{', '.join(sorted(org.scope.roles))}, got {', '.join(sorted(beyond))}. Do not trust it."
         )
-    bounded = replace(peer, org=org.peer_id, scope=peer.scope.bounded_by(org.scope))
-    return _verified(bounded, cert, org_cert, root_cert)
+    return _verified(replace(peer, org=org.peer_id, scope=peer.scope.bounded_by(org.scope)), cert, org_cert, root_cert)
 
 
 @functools.lru_cache(maxsize=256)
 def organisation_of(der_cert: bytes, root: bytes) -> Peer:
     """Verify that the root signed an organisation's certificate; return the organisation. Raises ProtocolError."""
-    cert, root_cert = _parse(der_cert), _parse(root)
+    cert = _parse(der_cert)
+    root_cert = _parse(root)
     org = _read(cert)
-    _check_signature(cert, root_cert, f"organisation {org.peer_id} ({org.name})", "the network's root")
-    if not _is_ca(cert):
-        raise ProtocolError(f"organisation {org.peer_id} ({org.name}): its certificate may not issue others")
+    _check_issuer(cert, root_cert, f"organisation {org.peer_id} ({org.name})", "the network's root")
     return _verified(org, cert, root_cert)
 
 
 def check_root(root: bytes, network_id: str) -> None:
     """Check that a root certificate (DER) has the network's key and is signed by it. Raises ProtocolError."""
-    cert, peer_id = _parse(root), peer_of(root).peer_id
+    cert = _parse(root)
+    peer_id = peer_of(root).peer_id
     if peer_id != network_id:
         raise ProtocolError(f"root-cert.pem: expected the root of network {network_id}, got {peer_id}")
-    _check_signature(cert, cert, f"root {peer_id}", "itself")
-    if not _is_ca(cert):
-        raise ProtocolError(f"root {peer_id}: its certificate may not issue others")
+    _check_issuer(cert, cert, f"root {peer_id}", "itself")
 
 
 def scope_of(cert: x509.Certificate) -> Scope:
@@ -236,23 +244,21 @@ def authority_key_id(cert: x509.Certificate | x509.CertificateRevocationList) ->
     return bytes(extension.key_identifier)
 
 
-def own_key_id(cert: x509.Certificate) -> bytes:
-    """The key identifier of an issuer's certificate. Raises ProtocolError if it has none."""
-    extension = _extension(cert, ExtensionOID.SUBJECT_KEY_IDENTIFIER)
-    if extension is None:
-        raise ProtocolError("certificate of an issuer: expected its own key id, got none.")
-    return bytes(extension.digest)
-
-
 def authority(issuer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
     """The extension that names the issuer of a certificate or CRL by its key identifier."""
-    return x509.AuthorityKeyIdentifier(own_key_id(issuer), None, None)
+    return x509.AuthorityKeyIdentifier(key_id_of(_read(issuer).peer_id), None, None)
 
 
 def _verified(peer: Peer, *chain: x509.Certificate) -> Peer:
     start = max(cert.not_valid_before_utc.timestamp() for cert in chain)
     stop = min(cert.not_valid_after_utc.timestamp() for cert in chain)
     return replace(peer, certificate=b64encode(der_of(chain[0])).decode(), valid_from=start, valid_until=stop)
+
+
+def _check_issuer(cert: x509.Certificate, issuer: x509.Certificate, what: str, whose: str) -> None:
+    _check_signature(cert, issuer, what, whose)
+    if not _is_ca(cert):
+        raise ProtocolError(f"{what}: its certificate may not issue others")
 
 
 def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str, whose: str) -> None:

@@ -112,13 +112,11 @@ def read_network(folder: Path) -> NetworkConfig:
     path = folder / "network.json"
     try:
         return parse_network(path.read_bytes(), str(path))
-    except FileNotFoundError as error:
+    except OSError as error:
         raise UsageError(
-            f"network: no network.json in {folder}. Make one with `forebay network init`, "
+            f"network: cannot read {path}: {type(error).__name__}: {error}. Make one with `forebay network init`, "
             "and join it with `forebay network join`."
         ) from error
-    except OSError as error:
-        raise UsageError(f"network: cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def parse_network(data: bytes, source: str) -> NetworkConfig:

@@ -53,15 +53,17 @@ class Identity:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
         self.contacts = Contacts()
-        network, self._key = files.read_network(node_dir), files.read_key(node_dir / "node-key.pem")
-        self.network_id, self.network_name = network.network_id, network.name
+        network = files.read_network(node_dir)
+        self._key = files.read_key(node_dir / "node-key.pem")
+        self.network_id = network.network_id
+        self.network_name = network.name
         self.bootstrap = list(network.bootstrap)
         self.public_key: bytes = self._key.public_key().public_bytes_raw()
         self.peer_id = peer_id_of(self.public_key)
         self.root = files.read_root(node_dir)
         self.revocations = Revocations(node_dir, self.root)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
-        self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
+        self._contexts = weakref.WeakSet[ssl.SSLContext]()
         self._read_certificate()
 
     @classmethod
@@ -77,9 +79,13 @@ class Identity:
                 "Renew the certificate (forebay network renew), or join again in another directory."
             )
         peer = verify_certificate(der_of(cert), self.root)
-        self.as_peer, self.certificate = peer, cert
-        self.name, self.org, self.scope = peer.name, peer.org, peer.scope
-        self.expires_at, self.valid_s = peer.valid_until, peer.valid_until - peer.valid_from
+        self.as_peer = peer
+        self.certificate = cert
+        self.name = peer.name
+        self.org = peer.org
+        self.scope = peer.scope
+        self.expires_at = peer.valid_until
+        self.valid_s = peer.valid_until - peer.valid_from
         self.warn_of_expiry(time.time())
 
     def warn_of_expiry(self, now: float) -> None:
@@ -111,7 +117,7 @@ class Identity:
         if not peer.valid_from <= now <= peer.valid_until:
             reason = "has expired" if now > peer.valid_until else "is not valid yet: compare the clocks"
             return f"peer {peer.peer_id} ({peer.name}): its certificate {reason}"
-        return self.revocations.reason(peer)
+        return self.revocations.reason(peer.peer_id, peer.org)
 
     def check_role(self, what: str, role: str, *datasets: str) -> None:
         """Check that the certificate has the role that `what` needs, and covers these names. Raises UsageError."""
@@ -151,7 +157,7 @@ class Identity:
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             self._load_certificates(context)
-        except (OSError, ssl.SSLError) as error:
+        except OSError as error:  # also ssl.SSLError
             raise UsageError(f"identity: cannot load certificates from {self.node_dir}: {error}") from error
         self._contexts.add(context)
         return context
@@ -181,13 +187,13 @@ def create_organisation(
     valid_days: float = ORG_VALID_DAYS,
 ) -> str:  # fmt: skip
     """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
-    _create(network_dir, Path(out_dir), "org", name, scope, valid_days)
+    _issue(network_dir, out_dir, "org", valid_days, name, scope)
     return files.read_issuer(out_dir).peer_id
 
 
 def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
     """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
-    _renew(network_dir, Path(org_dir), "org", valid_days)
+    _issue(network_dir, org_dir, "org", valid_days)
     return files.read_issuer(org_dir).peer_id
 
 
@@ -196,33 +202,34 @@ def join(
     scope: Scope = UNBOUNDED,
 ) -> Identity:  # fmt: skip
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
-    _create(network_dir, Path(out_dir), "node", name, scope, valid_days)
+    _issue(network_dir, out_dir, "node", valid_days, name, scope)
     return Identity.load(out_dir)
 
 
 def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
     """Issue a new certificate for a node's key; its peer id and scope stay."""
-    _renew(network_dir, Path(node_dir), "node", valid_days)
+    _issue(network_dir, node_dir, "node", valid_days)
     return Identity.load(node_dir)
 
 
-def _create(issuer_dir: str | Path, folder: Path, kind: files.Kind, name: str, scope: Scope, valid_days: float) -> None:
-    files.check_new(folder, kind, name)
-    path = folder / f"{kind}-key.pem"
-    key = files.read_key(path) if path.exists() else Ed25519PrivateKey.generate()
-    _issue(Path(issuer_dir), folder, kind, key, name, scope, valid_days)
-
-
-def _renew(issuer_dir: str | Path, folder: Path, kind: files.Kind, valid_days: float) -> None:
-    old, key = files.read_certs(folder / f"{kind}-cert.pem")[0], files.read_key(folder / f"{kind}-key.pem")
-    _issue(Path(issuer_dir), folder, kind, key, files.peer_in(old).name, scope_of(old), valid_days)
-
-
 def _issue(
-    issuer_dir: Path, folder: Path, kind: files.Kind, key: Ed25519PrivateKey, name: str, scope: Scope, valid_days: float
-) -> None:
+    issuer_dir: str | Path, out_dir: str | Path, kind: files.Kind, valid_days: float, name: str | None = None,
+    scope: Scope = UNBOUNDED,
+) -> None:  # fmt: skip
+    """Certify the key of a new member, or that of the directory's member again: `name` is None."""
+    issuer_dir = Path(issuer_dir)
+    folder = Path(out_dir)
+    is_new = name is not None
+    if name is not None:
+        files.check_new(folder, kind, name)
+    else:
+        old = files.read_certs(folder / f"{kind}-cert.pem")[0]
+        name = files.peer_in(old).name
+        scope = scope_of(old)
+    path = folder / f"{kind}-key.pem"
+    key = Ed25519PrivateKey.generate() if is_new and not path.exists() else files.read_key(path)
     pem = MemberRecord(issuer_dir).issue(name, key.public_key(), scope, valid_days, is_organisation=kind == "org")
-    root, network = ((issuer_dir / name).read_bytes() for name in ("root-cert.pem", "network.json"))
+    root, network = ((issuer_dir / copied).read_bytes() for copied in ("root-cert.pem", "network.json"))
     write_member(folder, kind, key, pem, root, network, [crl.pem for crl in Revocations(issuer_dir).crls().values()])
 
 

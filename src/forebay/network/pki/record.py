@@ -84,11 +84,12 @@ class MemberRecord:
     """
 
     def __init__(self, directory: str | Path, now: Callable[[], float] = time.time) -> None:
-        self.directory, self._now = Path(directory), now
+        self.directory = Path(directory)
+        self._now = now
         self.path = self.directory / MEMBERS_FILE
         self.certificates: dict[str, IssuedCertificate] = {}
         self.tokens: dict[str, JoinToken] = {}
-        self.users: defaultdict[str, set[str]] = defaultdict(set)
+        self.users = defaultdict[str, set[str]](set)
         self.withdrawn: set[str] = set()
         self._lock, self._offset = threading.Lock(), 0  # up to which the file is read
         read_issuer(self.directory)  # no other directory has a record
@@ -112,7 +113,8 @@ class MemberRecord:
         with self._locked() as file:
             issuer = read_issuer(self.directory)
             cert = certificates.issue(issuer, name, key, scope, valid_days, organisation=is_organisation)
-            peer_id, allowed = peer_in(cert).peer_id, scope.bounded_by(issuer.scope)
+            peer_id = peer_in(cert).peer_id
+            allowed = scope.bounded_by(issuer.scope)
             is_use = token is not None and self._check_use(token, peer_id, file)
             issued = IssuedCertificate(
                 name, peer_id, f"{cert.serial_number:X}", tuple(sorted(allowed.roles)),

@@ -27,7 +27,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
-from forebay.network.peer import Peer
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import is_issuer, read_issuer, read_root
@@ -69,13 +68,15 @@ def sign_crl(
             f"CRL: expected at most {MAX_REVOKED:,} revoked peers, got {len(revoked):,}. Have the nodes that stay "
             "admitted by a new organisation, and revoke this one."
         )
-    builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.cert.subject)
-    builder = builder.last_update(now).next_update(now + dt.timedelta(days=CRL_VALID_DAYS))
-    builder = builder.add_extension(certificates.authority(issuer.cert), critical=False)
-    builder = builder.add_extension(x509.CRLNumber(number), critical=False)
+    builder = (
+        x509.CertificateRevocationListBuilder(issuer.cert.subject, now, now + dt.timedelta(days=CRL_VALID_DAYS))
+        .add_extension(certificates.authority(issuer.cert), critical=False)
+        .add_extension(x509.CRLNumber(number), critical=False)
+    )
     for serial, revoked_at in revoked.items():
-        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at)
-        builder = builder.add_revoked_certificate(entry.build())
+        builder = builder.add_revoked_certificate(
+            x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at).build()
+        )
     pem = builder.sign(issuer.key, None).public_bytes(serialization.Encoding.PEM)
     return pem if issuer.is_root else certificates.pem_of(issuer.cert) + pem
 
@@ -145,11 +146,11 @@ class Revocations:
         self._digest = _digest(self._crls)
         self._accepted_at: dict[str, float] = {}
 
-    def reason(self, peer: Peer | str) -> str | None:
+    def reason(self, peer_id: str, org: str = "") -> str | None:
         """Reason why a peer is refused: it is revoked, or a file is unreadable, which refuses every peer; or None."""
         if self.fault() is not None:
             return "this node cannot read its revocation lists: see its log"
-        return self.find(peer) if isinstance(peer, str) else self.find(peer.peer_id, peer.org)
+        return self.find(peer_id, org)
 
     def find(self, peer_id: str, org: str = "") -> str | None:
         """The entry that revokes a peer of an organisation, or of none, as text; None if there is none."""
@@ -235,8 +236,10 @@ class Revocations:
         if now - self._refreshed_at < LOOK_EVERY_S:
             return
         self._refreshed_at = now
-        before, self._stamps = self._stamps, {}
-        faults, self._faults = self._faults, {}
+        before = self._stamps
+        self._stamps = {}
+        faults = self._faults
+        self._faults = {}
         for path in (self._text_path, *self._folder.glob("*.pem")):
             try:
                 stamp = file_stamp(path)
@@ -291,7 +294,8 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
 
 
 def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) -> Crl:
-    issuer, revocations = read_issuer(folder), Revocations(folder)
+    issuer = read_issuer(folder)
+    revocations = Revocations(folder)
     revocations.check()
     last = revocations.crls().get(issuer.peer_id)
     # At least the time: a directory restored from an old copy must not sign an old number again.

@@ -96,7 +96,7 @@ def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir, t
 
 
 def key_id_of(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    return x509.AuthorityKeyIdentifier(certificates.own_key_id(cert), None, None)
+    return certificates.authority(cert)
 
 
 def carried(cert: x509.Certificate) -> x509.UnrecognizedExtension:

@@ -27,7 +27,7 @@ def org_dir(network_dir, tmp_path) -> Path:
 
 
 def is_revoked(node: Identity, other: Identity) -> bool:
-    return node.revocations.reason(other.as_peer) is not None
+    return node.refusal(other.as_peer) is not None
 
 
 def test_others_read_the_crl(network_dir, make_identity):
@@ -117,7 +117,7 @@ def test_an_organisation_revokes_its_own_and_no_other(network_dir, org_dir: Path
     assert item.refusal(item.as_peer) is None and not is_revoked(item, item)
     # A key is revoked, not a certificate; the same key under the root is the root's to judge.
     renewed = renew(org_dir, node.node_dir, valid_days=9)
-    assert is_revoked(item, renewed) and item.revocations.reason(replace(renewed.as_peer, org="")) is None
+    assert is_revoked(item, renewed) and item.refusal(replace(renewed.as_peer, org="")) is None
 
 
 def test_revoking_an_organisation_revokes_its_nodes(network_dir, org_dir: Path, tmp_path, make_identity):
