@@ -21,7 +21,6 @@ from typing import Any, Self
 
 from fastapi.concurrency import run_in_threadpool
 
-from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import VerifiedChunks
@@ -43,7 +42,7 @@ from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import sign_again
 from forebay.order.growth import ancestors
-from forebay.swarm.share import SharedDataset, SliceFile, SliceServer, SmallFiles
+from forebay.swarm.share import SharedDataset, SliceFile, SliceServer, SmallFiles, hash_once
 
 log = logging.getLogger("forebay.data_node")
 
@@ -228,7 +227,7 @@ def _leaves(dataset: Dataset, row: SliceInfo) -> bytes:
     try:
         return dataset.leaves(row.index)
     except DatasetError:
-        root, leaves = hash_slice(dataset.file(row.name), row.chunk_bytes)
+        root, leaves = hash_once(dataset.file(row.name), row.chunk_bytes)
         if root != row.sha256:
             raise
         return leaves

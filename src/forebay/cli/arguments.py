@@ -1,11 +1,9 @@
 """Argument types, and printing of results."""
 
 import argparse
-import ipaddress
 import json
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -70,15 +68,6 @@ def validate(kind: type[T], values: Mapping[str, Any], command: str) -> T:
 def address(text: str) -> tuple[str, int]:
     """`HOST:PORT` as a pair, as of `parse_address`; port 0 is a free one."""
     return parse_address(text, 0)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host's ports."""
-    try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
 
 
 @dataclass(frozen=True)

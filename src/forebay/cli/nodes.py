@@ -19,7 +19,6 @@ from forebay.cli.arguments import (
     address,
     file,
     folder,
-    is_loopback,
     positive,
     print_note,
     print_result,
@@ -41,6 +40,7 @@ from forebay.cli.running import (
     until_stopped,
 )
 from forebay.errors import LeaseError, UsageError
+from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 from forebay.toml import parse_settings, read_toml

@@ -18,7 +18,6 @@ from forebay.cli.arguments import (
     address,
     file,
     folder,
-    is_loopback,
     positive,
     print_note,
     print_result,
@@ -34,6 +33,7 @@ from forebay.cli.running import load_identity, ready, stop_event, until_stopped
 from forebay.errors import MALFORMED, StateError, UsageError
 from forebay.launch import KINDS, render, write
 from forebay.machine import memory_bytes
+from forebay.storage.hosts import is_loopback
 from forebay.toml import read_toml
 
 if TYPE_CHECKING:

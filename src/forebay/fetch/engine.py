@@ -318,6 +318,8 @@ class RunFetcher(Closing):
         if now - state.looked_up_at >= _LOOKUP_INTERVAL_S or all(s.url in state.refused for s in state.sources):
             try:
                 state.sources, state.looked_up_at = list(run.origin.sources()), now
+                if run.origin.is_renamed:
+                    state.refused.clear()
             except (NoProviderError, PermanentError, IntegrityError):
                 raise
             except NetworkError as error:

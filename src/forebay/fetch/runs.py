@@ -111,6 +111,7 @@ class Sources(Protocol):
 
     url: str
     is_steered: bool
+    is_renamed: bool
 
     def sources(self) -> Sequence[Origin]:
         """See Origin; may raise NoProviderError."""

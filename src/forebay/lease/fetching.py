@@ -69,6 +69,7 @@ class LeaseProviders:
     fetches: "LeaseFetches"
     grant: Lease
     is_steered = True
+    is_renamed = False
 
     def __post_init__(self) -> None:
         self.url = f"the providers of the lease of slice {self.grant.slice}"

@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Any
 
-from forebay.errors import ForebayError, ProtocolError
+from forebay.errors import ProtocolError
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_ISSUERS, PEER_ID, Crl
@@ -56,7 +56,7 @@ def exchange_crls(
         return False
     try:
         _exchange(client, identity, address, started + timeout_s)
-    except (ForebayError, OSError, UnicodeError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever a peer sends ends no other request, and no thread
         log.info("CRLs: %s not asked for %.0f s: %s", address, AVOID_S, error)
         contacts.avoid(address, time.monotonic() + AVOID_S)
         return False
@@ -75,7 +75,7 @@ def _exchange(client: Client, identity: Identity, address: str, deadline: float)
     newer = [issuer for issuer, number in numbers.items() if revocations.wants(issuer, number)]
     for issuer in _root_first(newer, revocations.root_id):
         pem = client.get_bytes(address, f"{CRLS}/{issuer}", MAX_CRL_BYTES, timeout_s=remaining_s())
-        if receive_crl(identity, pem, peer.peer_id) is None:
+        if receive_crl(identity, pem, peer.peer_id) is None and revocations.wants(issuer, numbers[issuer]):
             raise ProtocolError(f"peer at {address}: it does not have the CRL of {issuer} that it announced")
     own = revocations.crls()
     older = [issuer for issuer, crl in own.items() if crl.number > numbers.get(issuer, 0)]

@@ -227,8 +227,10 @@ def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None],
         for address in spread(addresses):
             pool.submit(connect_and_ask, address).add_done_callback(finished.put)
         for _ in set(addresses):
-            result = finished.get(timeout=max(0.0, deadline - time.monotonic())).result()
-            if result is not None:
+            done = finished.get(timeout=max(0.0, deadline - time.monotonic()))
+            if (error := done.exception()) is not None:  # whatever a peer sends ends no search
+                log.warning("search: an address is left out: %s: %s", type(error).__name__, error)
+            elif (result := done.result()) is not None:
                 if not results:
                     deadline = min(deadline, time.monotonic() + ANSWER_AFTER_GOOD_S)
                 results.append(result)

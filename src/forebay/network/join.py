@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
-from forebay.network.client import Client, RemoteError
+from forebay.network.client import Client, ConnectionLostError, RemoteError
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import check_new, parse_network, read_key, write_key
@@ -196,8 +196,9 @@ def _post(
         for tried in itertools.count(1):
             try:
                 return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]
-            except RemoteError as error:
-                wait_s = backoff_s(tried, FIRST_RETRY_S, MAX_RETRY_S, error.wait_s)
-                if error.status not in (429, 503) or time.time() + wait_s >= until:
+            except (RemoteError, ConnectionLostError) as error:
+                is_busy = isinstance(error, ConnectionLostError) or error.status in (429, 503)
+                wait_s = backoff_s(tried, FIRST_RETRY_S, MAX_RETRY_S, getattr(error, "wait_s", 0.0))
+                if not is_busy or time.time() + wait_s >= until:
                     raise
                 time.sleep(wait_s)

@@ -18,6 +18,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +36,7 @@ from forebay.network.crl_exchange import CRLS
 from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, decrease
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity
+from forebay.storage.hosts import is_loopback
 from forebay.threads import failures as thread_failures
 
 MIN_PIECE_BYTES = 4096
@@ -116,15 +118,20 @@ class ConnectionTable:
         limits = self.limits
         own = (c for c in self._connections if c.peer.party == party)
         is_over = self._by_peer[party] >= limits.connections_per_peer
-        if (is_over and not self._end_idle(own)) or (
-            group and self._by_org[group] >= limits.connections_per_organisation
-        ):
+        is_full = bool(group) and self._by_org[group] >= limits.connections_per_organisation
+        if (is_over and not self._end_idle(own)) or (is_full and not self._end_idle(self._busiest(group))):
             self.num_refused += 1
             return False
         self._connections[connection] = None
         self._by_peer[party] += 1
         self._by_org[group] += 1
         return True
+
+    def _busiest(self, group: str) -> "list[PeerProtocol]":
+        """Return the connections of the peer that has most of a group, if it has several."""
+        grouped = [c for c in self._connections if c.peer.group == group]
+        ((party, num),) = Counter(c.peer.party for c in grouped).most_common(1)
+        return [c for c in grouped if c.peer.party == party and num > 1]
 
     def remove(self, connection: "PeerProtocol") -> None:
         """Remove an ended connection. May be repeated."""
@@ -487,7 +494,8 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _declared_bytes(scope: Scope) -> int:
-    return int(_header(scope, b"content-length") or "0")  # digits: checked by the parser
+    digits = _header(scope, b"content-length") or "0"  # checked by the parser
+    return int(digits) if len(digits) <= 18 else 1 << 63
 
 
 async def _wait_for_body(cycle: RequestResponseCycle) -> None:
@@ -503,7 +511,8 @@ async def _wait_for_body(cycle: RequestResponseCycle) -> None:
 def is_own_host(host: str, listens_at: str) -> bool:
     """Whether a Host header names this machine as only its own network does; no name of the public DNS is taken.
 
-    Taken are IP addresses, names without a dot, names of private networks, this machine's own, and `listens_at`.
+    Taken are IP addresses, names without a dot and `listens_at`; beyond loopback also names of private networks and
+    this machine's own.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""
@@ -513,7 +522,14 @@ def is_own_host(host: str, listens_at: str) -> bool:
         ipaddress.ip_address(name)
         return True
     except ValueError:
-        return "." not in name or name.endswith(_PRIVATE_SUFFIXES) or name in (listens_at, socket.getfqdn().lower())
+        if "." not in name or name == listens_at:
+            return True
+        return not is_loopback(listens_at) and (name.endswith(_PRIVATE_SUFFIXES) or name == _own_name())
+
+
+@lru_cache
+def _own_name() -> str:
+    return socket.getfqdn().lower()
 
 
 def _refuse_page(scope: Scope, listens_at: str) -> ApiError | None:

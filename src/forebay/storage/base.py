@@ -96,6 +96,7 @@ class Origin(Protocol):
     url: str  # for messages; contains no secret
     is_last: bool = False  # whether it is asked only where no other source can be
     is_steered: bool = False  # whether others name the sources: a slow one is reported, and another is named
+    is_renamed: bool = False  # whether a source that refused, or was slow, may be named again: it is asked again then
     table: SliceTable | None = None  # of the dataset there, once that is open
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:

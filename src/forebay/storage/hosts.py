@@ -97,6 +97,16 @@ def parse_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return (address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None) or address
 
 
+@lru_cache
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host's ports."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
+
+
 def is_public(ip: str) -> bool:
     """Whether an IP address is a public one: not loopback, link-local, private, shared, multicast or reserved."""
     address = parse_ip(ip)

@@ -220,7 +220,7 @@ class PeerPenalties:
 
     def __init__(self) -> None:
         self._members: dict[str, set[str]] = {}  # by node
-        self._until: dict[str, dict[str, tuple[float, float]]] = {}  # asker: member: (until, seconds)
+        self._until: dict[str, dict[str, tuple[float, float]]] = {}  # asker: node: (until, seconds)
         self._banned: dict[str, dict[str, float]] = {}  # node: nodes and until when
         self._damaged: dict[tuple[str, str], set[int]] = {}  # (node, origin): slices
 
@@ -249,12 +249,13 @@ class PeerPenalties:
     def failed(self, asker: str, member: str, now: float) -> None:
         """A member did not send the asker a slice."""
         avoided = self._until.setdefault(asker, {})
-        seconds = min(_MAX_AVOID_S, 2 * avoided[member][1] if member in avoided else _AVOID_S)
-        avoided[member] = (now + seconds, seconds)
+        node = node_of(member)
+        seconds = min(_MAX_AVOID_S, 2 * avoided[node][1] if node in avoided else _AVOID_S)
+        avoided[node] = (now + seconds, seconds)
 
     def gave(self, asker: str, member: str) -> None:
         """A member sent the asker a slice: earlier failures do not count."""
-        self._until.get(asker, {}).pop(member, None)
+        self._until.get(asker, {}).pop(node_of(member), None)
 
     def lied(self, asker: str, member: str, index: int, now: float, *, is_origin: bool) -> bool:
         """A member sent the asker wrong bytes of a slice; return whether it is banned for the asker's node now."""
@@ -270,8 +271,10 @@ class PeerPenalties:
         return True
 
     def avoided_by(self, asker: str, now: float) -> Iterable[str]:
-        """The members that failed the asker lately; some may have left."""
-        yield from (member for member, (until, _) in self._until.get(asker, {}).items() if until > now)
+        """The members of the nodes that failed the asker lately."""
+        for node, (until, _) in self._until.get(asker, {}).items():
+            if until > now:
+                yield from self._members.get(node, ())
 
     def banned_for(self, asker: str, now: float) -> Iterable[str]:
         """The members that are banned for the asker."""

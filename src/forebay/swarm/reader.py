@@ -57,7 +57,7 @@ class SliceProvider:
 
     reader: "SwarmReader"
     index: int
-    is_steered = True
+    is_steered = is_renamed = True
 
     def __post_init__(self) -> None:
         self.url = f"the swarm of {self.reader.dataset_id[:12]}…"
@@ -105,7 +105,8 @@ class SwarmReader:
         self._waiting: set[int] = set()  # requested slices that nobody sends now
         self._sources: dict[int, tuple[Provider, Origin]] = {}
         self._given_up: dict[int, PermanentError] = {}  # until they are released
-        self._refused: dict[int, tuple[PermanentError, float]] = {}  # why the last provider was not asked; since when
+        self._refused: dict[int, float] = {}  # since when those that a tracker names do not send a slice
+        self._direct: set[int] = set()  # slices for which the data nodes are asked, whatever a tracker names
         self._counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
         self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}  # for the next request
         self._reported: BOOL | None = None  # the slices that the tracker knows of
@@ -137,7 +138,7 @@ class SwarmReader:
                 raise self._given_up[index]
             if index in self._sources:
                 return [self._sources[index][1]]
-            if self.now() >= self._direct_until:
+            if self.now() >= self._direct_until and index not in self._direct:
                 if index not in self._waiting:
                     self._waiting.add(index)
                     self._notify()
@@ -166,7 +167,7 @@ class SwarmReader:
         )
         self._counts["failed"] += 1
         if isinstance(error, PermanentError):
-            self._refused.setdefault(index, (error, self.now()))
+            self._refused.setdefault(index, self.now())
         self._waiting.add(index)
         self._notify()
 
@@ -176,6 +177,7 @@ class SwarmReader:
             self._waiting.discard(index)
             self._given_up.pop(index, None)
             self._refused.pop(index, None)
+            self._direct.discard(index)
             provider, _ = self._sources.pop(index, (None, None))
             if provider is not None:
                 self._updates["finished" if is_complete else "dropped"].append(index)
@@ -321,21 +323,22 @@ class SwarmReader:
             self.on_change()
 
     def _give_up(self) -> None:
-        """Fail the requests whose provider cannot be asked, for ten seconds, or whose slice no peer can serve."""
+        """Ask the data nodes for what providers refused for ten seconds; fail the requests that no peer can serve."""
         with self._changed:
             now = self.now()
             is_late = not self._sources and now - self._good_at >= self.timeout_s + self._patience_s
-            for index in list(self._waiting):
-                refusal, since = self._refused.get(index, (None, now))
-                if is_late or now - since > _REFUSED_S:
-                    self._waiting.discard(index)
-                    self._updates["dropped"].append(index)
-                    self._given_up[index] = refusal or PermanentError(
+            refused = {index for index in self._waiting if now - self._refused.get(index, now) > _REFUSED_S}
+            for index in list(self._waiting) if is_late else refused:
+                self._waiting.discard(index)
+                self._updates["dropped"].append(index)
+                self._direct.add(index)
+                if is_late:
+                    self._given_up[index] = PermanentError(
                         f"slice {self.table.row(index).name}: no provider of {self.dataset_id[:12]}… was available for "
                         f"{self.timeout_s:.0f} s. Start a data node that has it (forebay serve)."
                     )
-            has_given_up = bool(self._given_up)
-        if has_given_up:
+            has_changed = bool(self._given_up or refused)
+        if has_changed:
             self.on_change()
 
 

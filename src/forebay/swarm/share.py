@@ -231,7 +231,7 @@ class SliceServer(ABC):
     async def read_leaves(self, file: SliceFile) -> bytes:
         """Return the hashes of the chunks of a slice. They are computed once, of one slice at a time."""
         async with self._hashing:
-            return (await run_in_threadpool(_hash_once, file.path, file.chunk_bytes))[1]
+            return (await run_in_threadpool(hash_once, file.path, file.chunk_bytes))[1]
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         """Raise ApiError if a peer may not get so many bytes of a dataset; else count them."""
@@ -358,7 +358,7 @@ class SliceShare(SliceServer, Closing):
         self.bytes_sent += num_bytes
 
 
-_hash_once = lru_cache(maxsize=2048)(hash_slice)  # some 64 MB
+hash_once = lru_cache(maxsize=2048)(hash_slice)  # some 64 MB
 
 # FastAPI uses `warnings.catch_warnings` while it adds a route, which is not thread-safe.
 _app_lock = threading.Lock()

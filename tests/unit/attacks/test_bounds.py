@@ -14,7 +14,7 @@ from support.wire import connect, request_bytes
 
 def test_hashes_of_chunks_of_another_size_cost_nothing(tmp_path, monkeypatch):
     """Those of the dataset's size are stored."""
-    monkeypatch.setattr(share, "_hash_once", None)
+    monkeypatch.setattr(share, "hash_once", None)
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "member")
         dataset = make_dataset(tmp_path / "data", 2, 100_000)

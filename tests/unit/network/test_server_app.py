@@ -93,16 +93,21 @@ def test_metrics_as_prometheus_reads_them():
 
 
 @pytest.mark.parametrize(
-    "host, is_taken",
-    [("127.0.0.1:80", True), ("[::1]:80", True), ("10.1.2.3", True), ("localhost", True), ("node7:29400", True),
-     ("coordinator.jobs.svc.cluster.local:80", True), (socket.getfqdn(), True), ("attacker.example:80", False),
-     ("127.0.0.1.attacker.example", False), ("localhost.example", False), ("[::1", False)],
+    "host, is_taken, beyond_loopback",
+    [("127.0.0.1:80", True, True), ("[::1]:80", True, True), ("10.1.2.3", True, True), ("localhost", True, True),
+     ("node7:29400", True, True), ("coordinator.jobs.svc.cluster.local:80", False, True),
+     (f"{socket.gethostname()}.lan", False, True), ("attacker.example:80", False, False), ("[::1", False, False),
+     ("127.0.0.1.attacker.example", False, False), ("attacker.example.", False, False)],
 )  # fmt: skip
-def test_a_page_by_another_name_of_this_address_reads_nothing(server: MemoryServer, host: str, is_taken: bool):
-    answer = server.ask("GET", "/v1/item/a?n=3", Host=host)
-    assert (answer.status == 403) is not is_taken
-    if not is_taken:
-        assert answer.refusal == (403, "unknown_host") and host[:80] in answer.json()["message"]
+def test_a_page_by_another_name_of_this_address_reads_nothing(
+    server: MemoryServer, host: str, is_taken: bool, beyond_loopback: bool
+):
+    for listens_at, expected in (("127.0.0.1", is_taken), ("0.0.0.0", beyond_loopback)):
+        server.core.host = listens_at
+        answer = server.ask("GET", "/v1/item/a?n=3", Host=host)
+        assert (answer.status == 403) is not expected
+        if not expected:
+            assert answer.refusal == (403, "unknown_host") and host[:80] in answer.json()["message"]
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://page.example"}, {"Content_Type": "text/plain"}])
