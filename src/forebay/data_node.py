@@ -107,7 +107,7 @@ class DataNode(SliceServer):
         for id, shared in self._shared.items():
             # A web server or bucket is a provider with its URL as id.
             own = Provider(shared.url or self.identity.peer_id, shared.url or self.address, True)
-            self.tracker.add(id, shared.num_slices, [own])
+            self.tracker.add(id, shared.num_slices, own)
         self._announce()
         self._announcer.start()
         names = ",".join(dataset.name for dataset in self.datasets)

@@ -7,8 +7,12 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict, Field, StringConstraints
 
-from forebay.network.messages import MAX_WAIT_S, CoordinatorSession, Count, WorkerId
+from forebay.network.messages import UNSAFE, Count, Message, Name, ResponseMessage, Text
 
+MAX_WAIT_S = 30.0
+CoordinatorSession = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{8,64}$")]
+Plain = Text | Annotated[int, Field(ge=-(2**62), le=2**62)] | Annotated[float, Field(gt=-1e300, lt=1e300)] | bool | None
+WorkerId = Annotated[str, StringConstraints(pattern=rf"^[^{UNSAFE}]{{1,200}}$")]
 ANSWER_S = 5.0
 """A member repeats a request when no answer came for so long after the time that it was to wait."""
 HEARTBEAT_WAIT_S = 20.0
@@ -301,3 +305,15 @@ class Gap(NamedTuple):
 
 
 Action: TypeAlias = Refuse | LogLine | Formed | Stepped | Gap
+
+
+class ConfigRequest(Message):
+    """Settings that the coordinator's configuration leaves open, from its owner or an administrator."""
+
+    settings: dict[Name, Plain] = Field(default_factory=dict, max_length=64)
+
+
+class MeetReply(ResponseMessage):
+    """The value of a key; None if it is not set yet."""
+
+    value: Annotated[str, StringConstraints(max_length=65536)] | None = None

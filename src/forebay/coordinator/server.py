@@ -24,13 +24,22 @@ from fastapi import FastAPI, Request, Response
 
 from forebay.coordinator import messages
 from forebay.coordinator.membership import REQUESTS, apply, config_reply, generation_reply, is_due, is_member, reply
-from forebay.coordinator.messages import Event, Join, Leave, MeetRequest, MemberMessage, Refuse, Rules
+from forebay.coordinator.messages import (
+    ConfigRequest,
+    Event,
+    Join,
+    Leave,
+    MeetReply,
+    MeetRequest,
+    MemberMessage,
+    Refuse,
+    Rules,
+)
 from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
-from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role, wait_until
+from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role
 from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits, TokenBucket
-from forebay.network.messages import ConfigRequest, MeetReply
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 from forebay.recent import RecentDict
@@ -247,6 +256,23 @@ class Coordinator:
         members = self._state.members
         return [worker_id for worker_id, member in members.items() if find(member.peer_id, member.organisation)]
 
+    async def _wait_until(self, request: Request, is_over: Callable[[], bool], wait_s: float) -> bool:
+        """Wait up to `wait_s` for a condition, checked after each change. False if the client disconnected."""
+        connection = request.state.connection
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while not is_over():
+            remaining_s = deadline - asyncio.get_running_loop().time()
+            if remaining_s <= 0:
+                return True
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                await asyncio.wait({changed, connection.lost}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            if connection.lost.done():
+                return False
+        return True
+
     async def _wait(self, request: Request, message: MemberMessage) -> None:
         """Wait until the answer is due, or time is up; apply a Disconnect if the peer closes the connection."""
         worker_id = message.worker_id
@@ -254,10 +280,9 @@ class Coordinator:
         self._add_connection(request, message)
         self._apply(messages.PollChange(worker_id, session, +1, message.wait_s))
         try:
-            is_connected = await wait_until(
-                request, lambda: self._changed.wait(), lambda: self._stopping or is_due(self._state, message),
-                message.wait_s,
-            )  # fmt: skip
+            is_connected = await self._wait_until(
+                request, lambda: self._stopping or is_due(self._state, message), message.wait_s
+            )
             if not is_connected:
                 self._apply_or_queue(messages.Disconnect(worker_id, session))
         finally:
@@ -389,7 +414,7 @@ class Coordinator:
             return key in values or is_changed or self._stopping
 
         # Not counted as a poll of the member: its heartbeats show that it is alive.
-        await wait_until(request, lambda: self._changed.wait(), is_over, message.wait_s)
+        await self._wait_until(request, is_over, message.wait_s)
         return JsonResponse({"value": values.get(key)})
 
     async def _read_log(self, request: Request) -> Response:

@@ -31,7 +31,7 @@ from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeA
 
 from forebay.errors import ProtocolError, printable
 from forebay.ledger.chain import Used
-from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
+from forebay.network.messages import Address, Count, Name, Ranges, Sha256
 from forebay.network.peer import Provider
 from forebay.storage.hosts import check_url, parse_peer_address
 
@@ -48,6 +48,9 @@ log = logging.getLogger("forebay.worker")
 
 Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(lambda text: printable(text, 300))]
 Cause = Literal["scheduler", "network", "disk", "decode", "device", "queue"]
+Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+Session = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,64}$")]
+LeaseId = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{1,64}$")]
 LeaseIds = Annotated[tuple[LeaseId, ...], Field(max_length=MAX_LEASE_IDS)]
 
 

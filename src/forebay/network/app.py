@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -186,26 +186,6 @@ def peer_of(request: Request) -> Peer:
 def source_of(request: Request) -> str:
     """The IP address of a request's connection."""
     return str(request.state.connection.address)
-
-
-async def wait_until(
-    request: Request, change: Callable[[], Awaitable[Any]], until: Callable[[], bool], wait_s: float
-) -> bool:
-    """Wait up to `wait_s` for a condition, checked whenever `change` returns. False if the client disconnected."""
-    connection = request.state.connection
-    deadline = asyncio.get_running_loop().time() + wait_s
-    while not until():
-        remaining_s = deadline - asyncio.get_running_loop().time()
-        if remaining_s <= 0:
-            return True
-        changed = asyncio.ensure_future(change())
-        try:
-            await asyncio.wait({changed, connection.lost}, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
-        if connection.lost.done():
-            return False
-    return True
 
 
 _ERRORS = {

@@ -8,6 +8,7 @@ connection costs a thread 1.5 seconds, one that accepts and then stalls 5 second
 """
 
 import hashlib
+import json
 import logging
 import queue
 import socket
@@ -22,7 +23,6 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 
 from forebay.errors import NetworkError, ProtocolError
-from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
 from forebay.network.messages import REVOKED, Count, JsonObject, Sha256
 from forebay.network.peer import Peer, network_prefix
@@ -85,7 +85,7 @@ class Claim:
 
     def signed_bytes(self) -> bytes:
         """Canonical bytes that the signature covers."""
-        return b"forebay/2 claim\n" + canonical_json(self._fields())
+        return b"forebay/2 claim\n" + json.dumps(self._fields(), sort_keys=True, separators=(",", ":")).encode()
 
     def to_json(self, identity: Identity) -> JsonObject:
         """The claim with its provider's signature, as sent by `GET /v1/claims`."""

@@ -17,16 +17,12 @@ REVOKED = "revoked"
 
 JsonObject: TypeAlias = dict[str, Any]
 Count = Annotated[int, Field(ge=0, le=2**62)]
-Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 Text = Annotated[str, StringConstraints(max_length=1000)]
 Address = Annotated[str, StringConstraints(pattern=r"^[!-~]{0,300}$")]
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
-LeaseId = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{1,64}$")]
-Session = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{0,64}$")]
 HexSession = Annotated[str, StringConstraints(pattern="^[0-9a-f]{0,32}$")]
-_UNSAFE = r"\x00-\x1f\x7f-\x{9f}\x{2028}-\x{202e}\x{2066}-\x{2069}"  # as of `printable`
-Name = Annotated[str, StringConstraints(pattern=rf"^[^{_UNSAFE}/\\]{{0,200}}$")]
-WorkerId = Annotated[str, StringConstraints(pattern=rf"^[^{_UNSAFE}]{{1,200}}$")]
+UNSAFE = r"\x00-\x1f\x7f-\x{9f}\x{2028}-\x{202e}\x{2066}-\x{2069}"  # as of `printable`
+Name = Annotated[str, StringConstraints(pattern=rf"^[^{UNSAFE}/\\]{{0,200}}$")]
 Ranges = Annotated[str, StringConstraints(pattern=r"^(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?$")]
 """Ascending indexes and inclusive ranges: `0-15,17`."""
 Indexes = Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)]
@@ -115,23 +111,6 @@ class ReadmitRequest(Message):
     """Excluded slices to lease again; None: all."""
 
     slices: Annotated[tuple[Count, ...], Field(max_length=100_000)] | None = None
-
-
-MAX_WAIT_S = 30.0
-CoordinatorSession = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{8,64}$")]
-Plain = Text | Annotated[int, Field(ge=-(2**62), le=2**62)] | Annotated[float, Field(gt=-1e300, lt=1e300)] | bool | None
-
-
-class ConfigRequest(Message):
-    """Settings that the coordinator's configuration leaves open, from its owner or an administrator."""
-
-    settings: Annotated[dict[Name, Plain], Field(max_length=64)] = {}
-
-
-class MeetReply(ResponseMessage):
-    """The value of a key; None if it is not set yet."""
-
-    value: Annotated[str, StringConstraints(max_length=65536)] | None = None
 
 
 class AdmitRequest(Message):

@@ -171,11 +171,9 @@ class LeaseTable:
         sessions = self.sessions
         speed = sessions.speed_of(thief)
 
-        def is_spared(session: WorkerSession) -> bool:
-            return session.key == thief.key or any(lease_id in self.steals for lease_id in session.leases)
-
         # Spared sessions do not count as considered: else, with many idle, only MAX_VICTIMS could steal at once.
-        for victim in islice(sessions.slowest(is_spared), MAX_VICTIMS):
+        victims = (s for s in sessions.slowest() if s.key != thief.key and not self.steals.keys() & s.leases.keys())
+        for victim in islice(victims, MAX_VICTIMS):
             victims_speed = sessions.speed_of(victim)
             remaining = victim.remaining
             if remaining / victims_speed <= self.steal_s:

@@ -301,9 +301,8 @@ class SchedulerService:
                     wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)
                     retries[index] = time.monotonic() + wait_s, wait_s
                     continue
-                for event in await self._change(
-                    partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
-                ):
+                change = partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
+                for event in await self._change(change):
                     log.warning("checked: %s", event)
 
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
@@ -381,19 +380,10 @@ class SchedulerService:
             sessions = journal.core.sessions
             session = sessions.all.get((peer.peer_id, message.session))
             if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
-                raise ApiError(
-                    429,
-                    "too_many_sessions",
-                    f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions",
-                    10.0,
-                )
-            result, new = journal.core.exchange(
-                peer.peer_id,
-                message,
-                now,
-                organisation=peer.org,
-                faults=self._catalog.faults_of(session, message.reports),
-            )
+                text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
+                raise ApiError(429, "too_many_sessions", text, 10.0)
+            faults = self._catalog.faults_of(session, message.reports)
+            result, new = journal.core.exchange(peer.peer_id, message, now, organisation=peer.org, faults=faults)
             if message.uses and journal.enlisted.get(peer.peer_id, 0.0) < time.time():  # the ledger alone is a proof
                 journal.enlisted[peer.peer_id] = peer.valid_until
                 new = [WorkerEnlisted(peer.peer_id, peer.certificate, peer.name), *new]

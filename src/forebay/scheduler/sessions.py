@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -194,8 +194,8 @@ class WorkerSessions:
         """Samples a second; the mean of the others where it is unknown; above 0."""
         return max(session.speed.value or self.mean_speed or 1.0, 1e-9)
 
-    def slowest(self, skip: Callable[[WorkerSession], bool]) -> Iterator[WorkerSession]:
-        """The sessions that have leases, the last to finish first, without those to skip."""
+    def slowest(self) -> Iterator[WorkerSession]:
+        """The sessions that have leases, the last to finish first."""
         popped: dict[SessionKey, tuple[float, SessionKey]] = {}
         try:
             while self._finish:
@@ -205,8 +205,7 @@ class WorkerSessions:
                 if session is None or not session.leases or -item[0] != session.finish_at or session.key in popped:
                     continue
                 popped[session.key] = item
-                if not skip(session):
-                    yield session
+                yield session
         finally:
             for item in popped.values():
                 heapq.heappush(self._finish, item)

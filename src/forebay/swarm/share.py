@@ -335,7 +335,7 @@ class SliceShare(SliceServer, Closing):
     def add(self, shared: SharedDataset) -> None:
         """Announce a dataset, track its swarm, and serve its small files; its slices must be in `slices`."""
         own = Provider(member_id(self.identity.peer_id, self.session), self.address, False)
-        self.tracker.add(shared.dataset_id, shared.num_slices, [own], shared.own_flags)
+        self.tracker.add(shared.dataset_id, shared.num_slices, own, shared.own_flags)
         self._shared[shared.dataset_id] = shared
         self._changed.set()
 

@@ -9,7 +9,7 @@ downloads only.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,7 @@ log = logging.getLogger("forebay.network")
 @dataclass
 class _TrackedSwarm:
     swarm: Swarm
-    own: Sequence[Provider]
+    own: Provider
     own_flags: Callable[[], BOOL] | None
     read_flags_at: float = float("-inf")
     members_of: dict[str, set[str]] = field(default_factory=dict)  # by organisation
@@ -53,17 +53,14 @@ class Tracker:
         self._client = client
         self._dialer = ReachabilityChecker(client)
 
-    def add(
-        self, dataset_id: str, num_slices: int, own: Sequence[Provider], own_flags: Callable[[], BOOL] | None = None,
-        *, origin_slots: int = 8,
-    ) -> None:  # fmt: skip
+    def add(self, dataset_id: str, num_slices: int, own: Provider, own_flags: Callable[[], BOOL] | None = None) -> None:
         """Track a dataset.
 
         Args:
-            own: Providers that live as long as this tracker: the node itself, or the origins behind it.
-            own_flags: Slices that `own` have, if they are no origins; read every second.
+            own: A provider that lives as long as this tracker: the node itself, or the origin behind it.
+            own_flags: Slices that `own` has, if it is no origin; read every second.
         """
-        tracked = _TrackedSwarm(Swarm(num_slices, origin_slots=origin_slots), own, own_flags)
+        tracked = _TrackedSwarm(Swarm(num_slices), own, own_flags)
         with self._lock:
             self._tracked.setdefault(dataset_id, tracked)
 
@@ -87,7 +84,7 @@ class Tracker:
         now = time.monotonic()
         with self._lock:
             self._refresh(tracked, now)
-            own = next((provider for provider in tracked.own if provider.peer_id == me), None)
+            own = tracked.own if tracked.own.peer_id == me else None
             if request.leave:
                 if own is None:
                     swarm.leave(me)
@@ -132,8 +129,7 @@ class Tracker:
         if now - tracked.read_flags_at >= 1.0:
             tracked.read_flags_at = now
             flags = tracked.own_flags() if tracked.own_flags is not None else None
-        for provider in tracked.own:
-            tracked.swarm.join(provider, flags, now)
+        tracked.swarm.join(tracked.own, flags, now)
         tracked.swarm.expire(now)
 
 

@@ -128,12 +128,12 @@ class TrackerClient:
         self._day = int(self.now() // _DAY_S)
         own = self.client.identity.peer_id if self.client.identity is not None else ""
 
-        def rank(tracker: Provider) -> tuple[bool, float, bytes, str]:
+        def rank(tracker: Provider) -> tuple[float, bool, bytes, str]:
             reader = own if tracker.is_origin else ""
             text = f"forebay/3 tracker\n{self.dataset_id}\n{self._day}\n{reader}\n{node_of(tracker.peer_id)}"
             left_at = self._left.get(tracker.address, float("-inf"))
             left_at = left_at if now - left_at < _LEFT_S else float("-inf")
-            return not tracker.is_origin, left_at, hashlib.sha256(text.encode()).digest(), tracker.address
+            return left_at, not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
 
         self._ranked = sorted(alive, key=rank)
 

@@ -220,7 +220,7 @@ def swarm(directory: Path, identity: Identity) -> Target:
         "finished": [4], "failed": [{"index": 5, "member": "a" * 32, "wrong": True}], "dropped": [6], "leave": False,
     }  # fmt: skip
     tracker, client = Tracker(asking := Client(None)), itertools.count()
-    tracker.add("0" * 64, 1000, [Provider("o", "127.0.0.1:1", True)])
+    tracker.add("0" * 64, 1000, Provider("o", "127.0.0.1:1", True))
 
     def answer(message):
         peer_id = base64.b32encode(next(client).to_bytes(20, "big")).decode().lower()
