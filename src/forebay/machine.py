@@ -51,7 +51,7 @@ def own_directory(path: Path, variable: str = "its option") -> Path:
     """Make a directory (0700) in which only this user and root can put files: those of others may mislead.
 
     One of this user to which others may write is closed to them, with a warning, if all in it is this user's; but not
-    one like /tmp, or one that gives its files to a group. Nobody but its owner and group may move what leads to it.
+    one like /tmp, or one that gives its files to a group. Other users may not rename what leads to it.
 
     Raises:
         OSError: If it cannot be made.

@@ -87,7 +87,7 @@ def test_an_own_directory_is_private_or_is_made_so(folder: Path, caplog):
 
 
 @as_root
-@pytest.mark.parametrize("name", ["user", "user/verified", "user/counts"])
+@pytest.mark.parametrize("name", ["user", "user/verified"])
 def test_a_local_dataset_is_read_without_a_cache_of_another_user(folder: Path, caplog, name: str):
     data = write_tokens(folder / "data", [1000]).path
     path = folder / name
@@ -108,51 +108,33 @@ def public() -> Iterator[Path]:
         yield Path(path).resolve()
 
 
-@pytest.mark.parametrize("how", ["below", "link below", "link to"])
-def test_a_directory_that_others_can_rename(public: Path, monkeypatch, how: str):
-    shared, elsewhere = public / "shared", public / "elsewhere"
-    (shared / "a").mkdir(parents=True)
-    elsewhere.mkdir()
-    path = shared / "a" / "cache"
-    if how == "link below":
-        (shared / "link").symlink_to(elsewhere)
-        path = shared / "link" / "cache"
-    elif how == "link to":
-        (public / "link").symlink_to(shared)
-        path = public / "link" / "cache"
+@pytest.mark.parametrize("by_link", [False, True])
+def test_a_directory_that_others_can_rename(public: Path, monkeypatch, by_link: bool):
+    (shared := public / "shared").mkdir()
+    path = shared / "link" / "cache"
+    (shared / "link").symlink_to(public) if by_link else (shared / "link").mkdir()
     shared.chmod(0o777)
-    with pytest.raises(UsageError, match=rf"can move, got one below {public}/(shared|link) \(mode 777\). Set its"):
+    with pytest.raises(UsageError, match=rf"can move, got one below {shared} \(mode 777\). Set its"):
         machine.own_directory(path)
-    for mode in (0o1777, 0o2775):
-        shared.chmod(mode)
-        assert machine.own_directory(path) == path
-    shared.chmod(0o777)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with pytest.raises(UsageError, match="can move"):
         machine.own_directory(path)
     monkeypatch.setattr(Path, "is_mount", lambda self: self == shared)  # The volume of a pod.
     assert machine.own_directory(path) == path
     monkeypatch.undo()
-    public.chmod(0o750)  # Who cannot enter renames nothing.
-    assert machine.own_directory(path) == path
+    for mode, above in ((0o1777, 0o755), (0o2775, 0o755), (0o777, 0o750)):  # Who cannot enter renames nothing.
+        shared.chmod(mode)
+        public.chmod(above)
+        assert machine.own_directory(path) == path
 
 
 def test_directories_that_are_made_are_closed(folder: Path):
     before = os.umask(0)
     try:
-        machine.own_directory(folder / "a" / "b" / "c")
+        machine.own_directory(folder / "a" / "b")
     finally:
         os.umask(before)
-    assert [(folder / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/c")] == [0o700] * 3
-
-
-@as_root
-def test_a_volume_of_another_user_holds_a_cache_below_it(folder: Path):
-    volume = folder / "volume"
-    volume.mkdir()
-    os.chown(volume, STRANGER, STRANGER)
-    cache = ChunkCache(volume / f"forebay-{os.getuid()}", 1 << 20)
-    assert cache.directory.stat().st_mode & 0o777 == 0o700
+    assert (folder / "a").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("name", ["state", "locks/room"])
