@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from fastapi.concurrency import run_in_threadpool
@@ -25,6 +24,7 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.files import open_below
 from forebay.network.access import AccessPolicy
 from forebay.network.app import (
     ApiError,
@@ -32,6 +32,7 @@ from forebay.network.app import (
     Metric,
     Request,
     Response,
+    Source,
     counter,
     gauge,
     peer_of,
@@ -163,8 +164,8 @@ class DataNode(SliceServer):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         return [file for file in self._slices.get(sha256, ()) if file.path.is_file()]
 
-    async def verify_slice(self, files: Sequence[SliceFile], start: int, stop: int) -> Path:
-        """Return the first file that has the bytes of its dataset; a chunk is hashed once, while its file stays."""
+    async def verify_slice(self, files: Sequence[SliceFile], start: int, stop: int) -> Source:
+        """What opens the first file that has its dataset's bytes; a chunk is hashed once, while its file stays."""
         for file in files:
             dataset, verified = self._local[file.dataset_id]
             row = dataset.table.row(file.index)
@@ -172,7 +173,7 @@ class DataNode(SliceServer):
             try:
                 leaves = partial(_leaves, dataset, row)
                 await run_in_threadpool(verified.verify, file.index, row, leaves, first, last)
-                return file.path
+                return partial(open_below, dataset.path, row.name)  # A link may have replaced it.
             except (OSError, DatasetError) as error:
                 log.error("slice %s is not served: %s", row.sha256, error)
         raise ApiError(404, "slice_changed", "this node's file of the slice has changed")

@@ -20,7 +20,7 @@ from forebay.dataset.chunks import HASH_BYTES, consecutive_runs, first_chunks, w
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import DatasetError
 from forebay.files import open_below
-from forebay.machine import open_own, own_directory, user_cache
+from forebay.machine import hint_directory, open_own
 from forebay.maps import map_file
 
 _MARK_BYTES = 16
@@ -33,7 +33,7 @@ class VerifiedChunks:
 
     def __init__(self, folder: Path, dataset_id: str, table: SliceTable) -> None:
         folder_hash = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-        self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}-2"
+        self._name = f"{dataset_id[:32]}-{folder_hash}-2"
         self._folder = folder
         self._first = first_chunks(table.bytes, table.chunk_bytes)
         self._bytes: U8 | None = None
@@ -111,12 +111,11 @@ class VerifiedChunks:
         if self._bytes is None:
             size = (len(self._first) - 1) * _MARK_BYTES + int(self._first[-1])
             try:
-                own_directory(self._path.parent)
-                with open(self._path, "a+b", opener=open_own) as file:
+                with open(hint_directory("verified") / self._name, "a+b", opener=open_own) as file:
                     if file.seek(0, os.SEEK_END) != size:
                         file.truncate(size)
                     self._bytes = map_file(file, is_writable=True)
-            except (OSError, ValueError):  # read-only or full: this process remembers them alone
+            except (OSError, ValueError):  # read-only, full or of another user: this process remembers them alone
                 self._bytes = np.zeros(size, np.uint8)
         return self._bytes
 

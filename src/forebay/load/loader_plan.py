@@ -5,6 +5,7 @@ Opens the datasets' descriptions, and reads the lengths of documents where packi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from forebay.load.samples import SampleIndex, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
 from forebay.load.sources import open_datasets, subsets_of
 from forebay.load.state import run_identity
-from forebay.machine import user_cache
+from forebay.machine import hint_directory
 from forebay.order.bijection import derive_key
 from forebay.order.footprint import Footprint, check_traffic, footprints
 from forebay.order.plan import Order, SampleSize
@@ -94,11 +95,14 @@ class LoaderPlan:
         drop_last, shuffle = bool(config.samples.drop_last), bool(config.shuffle)
         batch = -(-sizes.largest // self.world_size) if config.is_owned else sizes.largest
         self.indexes, orders = list[SampleIndex](), list[Order]()
+        counts_dir = None
+        with contextlib.suppress(OSError):
+            counts_dir = hint_directory("counts")
         subsets = subsets_of(config.sources, config.samples.documents)
         for (name, dataset), documents in zip(self.datasets.items(), subsets):
             index = plan_samples(
                 dataset, self.seq_len, packing=config.packing, documents=documents, split=config.split,
-                validation=config.samples.validation_fraction, cache_dir=user_cache() / "counts",
+                validation=config.samples.validation_fraction, cache_dir=counts_dir,
             )  # fmt: skip
             if config.is_owned:
                 counts = index.counts

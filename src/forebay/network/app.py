@@ -13,7 +13,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self, TypeAlias
 
 import orjson
 from fastapi import FastAPI, Request
@@ -29,6 +29,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from forebay.errors import ProtocolError
+from forebay.files import open_below
 from forebay.network.crl_exchange import CRLS, receive_crl
 from forebay.network.messages import ErrorReply, JsonObject
 from forebay.network.peer import Peer
@@ -69,6 +70,9 @@ class JsonResponse(Response):
         return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
 
 
+Source: TypeAlias = Path | int | bytes | Callable[[], BinaryIO]
+
+
 class FileRange(Response):
     """Bytes [start, stop) of a file, an open one, or bytes in memory, sent in pieces; its memory is one piece.
 
@@ -76,6 +80,7 @@ class FileRange(Response):
     copied, so slow clients share them.
 
     Attributes:
+        source: A callable opens the file; a path that is a link is not opened.
         charge: Counts bytes to be sent, a few MiB at a time, or bytes below 0 that were not sent; the connection ends
             where it returns False. None: nothing counts them.
         num_charged: Bytes that were counted before.
@@ -85,7 +90,7 @@ class FileRange(Response):
     charge: Callable[[int], bool] | None = None
     num_charged = 0
 
-    def __init__(self, source: Path | int | bytes, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
+    def __init__(self, source: Source, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
         super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
         self.source = source
         self.start = start
@@ -94,23 +99,24 @@ class FileRange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope["state"]["connection"]
         source = self.source
-        descriptor = self.source if isinstance(self.source, int) else -1
         if isinstance(source, Path):
-            try:
-                flags = os.O_RDONLY | os.O_NOFOLLOW
-                descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, source, flags)
-            except OSError:
-                log.exception("server: cannot open %s", source)
-                await ApiError(500, "unreadable", "the node cannot read this file; see its log").response()(
-                    scope, receive, send
-                )
-                return
+            source = partial(open_below, source.parent, source.name)
+        file = None
         try:
+            if callable(source):
+                try:
+                    file = await asyncio.get_running_loop().run_in_executor(None, source)
+                except OSError:
+                    log.exception("server: cannot open a file")
+                    error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
+                    await error.response()(scope, receive, send)
+                    return
+            descriptor = file.fileno() if file is not None else source if isinstance(source, int) else -1
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await self._send_pieces(connection, descriptor, send)
         finally:
-            if isinstance(source, Path):
-                os.close(descriptor)
+            if file is not None:
+                file.close()
             if self.charge is not None and self.num_charged:
                 self.charge(-self.num_charged)
 
@@ -160,7 +166,7 @@ async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
         return await asyncio.get_running_loop().run_in_executor(None, os.preadv, descriptor, [buffer], offset)
 
 
-def file_response(request: Request, source: Path | int | bytes, size: int) -> FileRange:
+def file_response(request: Request, source: Source, size: int) -> FileRange:
     """A file or bytes of `size`: completely (200), or the requested range (206; ApiError 416 if malformed)."""
     header = request.headers.get("Range")
     if header is None:

@@ -370,7 +370,7 @@ class BucketStore:
             yield folder / "object"
 
     def directory(self, name: str) -> Path:
-        root = own_directory(Path(tempfile.gettempdir(), f"forebay-{os.getuid()}"), "Set TMPDIR to one of yours.")
+        root = own_directory(Path(tempfile.gettempdir(), f"forebay-{os.getuid()}"), "TMPDIR")
         path = root / hashlib.sha256(self.url.encode()).hexdigest()[:16] / name
         path.mkdir(parents=True, exist_ok=True)
         return path

@@ -38,6 +38,7 @@ from forebay.network.app import (
     CHARGE_BYTES,
     ApiError,
     JsonResponse,
+    Source,
     counter,
     describe_error,
     file_response,
@@ -224,7 +225,7 @@ class SliceServer(ABC):
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         """Return the files of a slice, one of each dataset that has it."""
 
-    async def verify_slice(self, files: Sequence[SliceFile], start: int, stop: int) -> Path:
+    async def verify_slice(self, files: Sequence[SliceFile], start: int, stop: int) -> Source:
         """Return one of these files that has the right bytes in [start, stop). ApiError if there is none."""
         return files[0].path
 

@@ -14,6 +14,7 @@ from forebay.convert import convert
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, open_dataset, verify_dataset
+from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, ForebayError
 from forebay.files import open_below
 from forebay.formats.conversion import ConvertOptions
@@ -160,6 +161,24 @@ def test_a_data_node_sends_the_bytes_of_the_dataset_alone(data: Path, tmp_path, 
         with pytest.raises(RemoteError, match="404 slice_changed"):
             served.slice(1)
     assert "documents.parquet is not served here" in caplog.text and "a slice" not in caplog.text
+
+
+def test_a_directory_that_became_a_link_after_the_check(data: Path, tmp_path, monkeypatch):
+    secret = bytes((data / SLICE).stat().st_size)
+    verify = VerifiedChunks.verify
+
+    def verify_and_swap(*args, **kwargs):
+        verify(*args, **kwargs)
+        (data / "slices").rename(tmp_path / "old")
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / Path(SLICE).name).write_bytes(secret)
+        (data / "slices").symlink_to(tmp_path / "home")
+
+    monkeypatch.setattr(VerifiedChunks, "verify", verify_and_swap)
+    with ExitStack() as stack:
+        served = Served(data, tmp_path, stack)
+        with pytest.raises(RemoteError, match="500 unreadable"):
+            served.slice(1)
 
 
 def test_a_slice_is_hashed_once_until_its_file_changes(data: Path, tmp_path, monkeypatch):

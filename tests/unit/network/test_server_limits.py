@@ -40,8 +40,9 @@ class Handler:
             case "/file":
                 return file_response(request.http, self.file, self.file.stat().st_size)
             case "/charged":
-                response = file_response(request.http, self.file, self.file.stat().st_size)
+                response = file_response(request.http, self.file, 4 * LARGE)
                 response.charge = self.charge
+                response.num_charged = 0 if self.file.exists() else self.charged
                 return response
             case "/memory":
                 return file_response(request.http, bytes(4 * LARGE), 4 * LARGE)
@@ -297,6 +298,12 @@ def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monk
     connection.send(b"GET /charged HTTP/1.1\r\n\r\n")
     assert not connection.is_open and 2 * LARGE <= len(connection.received) < 2 * LARGE + 1000
     assert handler.charged == handler.quota
+
+
+def test_what_cannot_be_opened_is_not_charged(start: Start, handler: Handler):
+    handler.file.unlink()
+    handler.charged = LARGE
+    assert start().connect("reader").ask("/charged").status == 500 and handler.charged == 0
 
 
 def test_a_server_that_was_slow_itself_cuts_no_client(start: Start):
