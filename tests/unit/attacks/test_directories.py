@@ -8,6 +8,7 @@ import pytest
 
 from forebay import machine
 from forebay.convert import stage_beside
+from forebay.coordinator.store import RunStore
 from forebay.dataset.manifest import SliceTable
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import UsageError
@@ -31,6 +32,7 @@ USES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "what is verified": ("user/verified", lambda path: open_verified()),
     "home": (f"home-{os.getuid()}", lambda path: machine.home_directory()),
     "scheduler": ("state", lambda path: lock_state(path / "state")),
+    "coordinator": ("run", lambda path: RunStore(path / "run")),
     "prepare, mirror": ("out/.work", lambda path: FolderStore(str(path / "out")).directory(".work")),
     "scratch of a bucket": (f"forebay-{os.getuid()}", lambda path: BucketStore("s3://b/x").directory("")),
     "conversion": (".out.converting", lambda path: stage_beside(path / "out").__enter__()),
