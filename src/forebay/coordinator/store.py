@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from forebay.coordinator import messages
 from forebay.coordinator.messages import STATE_VERSION, Action, Formed, Gap, LogLine, Rules, RunState, Stepped
 from forebay.errors import StateError
+from forebay.machine import own_directory
 
 ROSTER_NAME = "roster.sqlite"
 _SCHEMA = """
@@ -52,7 +53,7 @@ class RunStore:
     def __init__(self, state_dir: str | Path | None) -> None:
         self.path = Path(state_dir) / ROSTER_NAME if state_dir is not None else None
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            own_directory(self.path.parent)
             self.path.touch(mode=0o600)  # SQLite's other files get the mode of this one
         try:
             self._database = sqlite3.connect(

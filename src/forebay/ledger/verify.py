@@ -108,7 +108,10 @@ def verify_ledger(
         # The last signature covers all; where it is wrong, the first wrong one is found.
         entry = next(entry for entry in read_entries(path) if not _is_signed(entry, key, verify))
         reading.problem(f"entry {entry.seq} ({entry.kind}): it is not signed by the scheduler; nor is what follows")
-    return _report(reading, job, replay, max_set_aside, peer_id_of(key))
+    scheduler = peer_id_of(key)
+    if scheduler in reading.workers:
+        reading.problem(f"worker {scheduler}: expected another key than the scheduler's, which signs for itself")
+    return _report(reading, job, replay, max_set_aside, scheduler)
 
 
 def _is_signed(entry: Entry, key: bytes, verify: Verifier) -> bool:
@@ -123,6 +126,8 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
     if entry.seq == 0:
         reading.job = Job.of(entry)
         return
+    job = reading.job
+    assert job is not None
     try:
         match entry.kind:
             case "job":
@@ -134,12 +139,14 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
                 peer = reading.certify and reading.certify(certificate)
                 if peer is not None and (peer.peer_id, peer.name) != (body["worker"], body["name"]):
                     raise LedgerError(f"the certificate is not that of worker {body['worker']} {body['name']!r}")
+                name = str(job.body.get("name", ""))
+                if peer is not None and not (peer.scope.allows("worker") and peer.scope.covers(name)):
+                    raise LedgerError(f"expected a certificate for a worker of dataset {name!r}, got {peer.scope}")
                 reading.workers[body["worker"]] = peer
             case "uses":
-                _read_uses(entry, reading)
+                _read_uses(entry, job, reading)
             case "set_aside" | "readmitted":
-                assert reading.job is not None
-                apply_aside(entry, reading.job, reading.aside_of, reading.ended)
+                apply_aside(entry, job, reading.aside_of, reading.ended)
             case "epoch":
                 epoch = entry.body["epoch"]
                 if type(epoch) is not int or epoch < 0:
@@ -152,10 +159,8 @@ def _read_entry(entry: Entry, reading: _Reading) -> None:
         reading.problem(f"entry {entry.seq} ({entry.kind}): {error}")
 
 
-def _read_uses(entry: Entry, reading: _Reading) -> None:
+def _read_uses(entry: Entry, job: Job, reading: _Reading) -> None:
     body = entry.body
-    job = reading.job
-    assert job is not None
     uses = uses_of(entry)
     worker = str(body["worker"])
     for use in uses:

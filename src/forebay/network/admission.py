@@ -25,7 +25,7 @@ from forebay.network.audit import AuditLog
 from forebay.network.join import check_token
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, JsonObject, RenewRequest
-from forebay.network.pki.certificates import EARLY, peer_of, scope_of, verify_certificate
+from forebay.network.pki.certificates import EARLY, parsing, peer_of, scope_of, verify_certificate
 from forebay.network.pki.files import check_name, read_issuer, read_network
 from forebay.network.pki.record import MemberRecord
 from forebay.network.pki.revocation import Revocations
@@ -168,13 +168,11 @@ def _context(admissions: Admissions) -> ssl.SSLContext:
     return context
 
 
+@parsing("request")
 def _requested_key(pem: str) -> Ed25519PublicKey:
     """The key of a certificate request, whose signature is checked. Raises ProtocolError."""
-    try:
-        request = x509.load_pem_x509_csr(pem.encode())
-        key = request.public_key()
-        if not isinstance(key, Ed25519PublicKey) or not request.is_signature_valid:
-            raise ValueError("not signed by its own Ed25519 key")
-    except ValueError as error:
-        raise ProtocolError(f"request: expected a certificate request in PEM: {error}") from error
+    request = x509.load_pem_x509_csr(pem.encode())
+    key = request.public_key()
+    if not isinstance(key, Ed25519PublicKey) or not request.is_signature_valid:
+        raise ValueError("expected a certificate request in PEM, signed by its own Ed25519 key")
     return key

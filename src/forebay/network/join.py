@@ -61,6 +61,7 @@ def sign_token(issuer: Issuer, token: JoinToken) -> str:
     return _PREFIX + ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (body, signature))
 
 
+@certificates.parsing("token")
 def read_token(text: str) -> tuple[JoinToken, bytes, bytes]:
     """A token, its signed bytes and its signature, which is not checked. Raises ProtocolError."""
     try:
@@ -151,7 +152,7 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
 
     `issuer` is the organisation or root that must have signed.
     """
-    try:
+    with certificates.parsing("join: the server's answer"):
         certs = x509.load_pem_x509_certificates(str(answer["certificate"]).encode())
         root_cert = x509.load_pem_x509_certificate(str(answer["root"]).encode())
         network = json.dumps(answer["network"], indent=1).encode() + b"\n"
@@ -160,8 +161,6 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
         root = certificates.der_of(root_cert)
         certificates.check_root(root, network_id)
         peer = certificates.verify_certificate(certificates.der_of(certs[0]), root)
-    except (LookupError, ValueError, TypeError, UsageError) as error:
-        raise ProtocolError(f"join: the server's answer is malformed: {type(error).__name__}: {error}") from error
     if named_id != network_id or peer.public_key != key.public_key().public_bytes_raw():
         raise ProtocolError(f"join: expected a certificate of network {network_id} for our key, got another")
     if issuer != (peer.org or network_id):

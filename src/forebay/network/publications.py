@@ -23,7 +23,7 @@ from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
 from forebay.network.client import Client
 from forebay.network.discovery import Claim
-from forebay.network.pki.certificates import der_of, pem_of, verify_certificate
+from forebay.network.pki.certificates import der_of, parsing, pem_of, verify_certificate
 from forebay.network.pki.identity import Identity, verify
 
 SIGNATURE_NAME = "manifest.sig.json"
@@ -115,9 +115,10 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
     """
     try:
         publication = _PUBLICATION.validate_json(data)
-        certificate = x509.load_pem_x509_certificate(publication.certificate.encode())
+        with parsing("certificate"):
+            certificate = x509.load_pem_x509_certificate(publication.certificate.encode())
         signature = bytes.fromhex(publication.signature)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, ProtocolError) as error:
         raise ProtocolError(
             f"publication: expected format 4, got: {' '.join(str(error).split())[:400]}. "
             "Its publisher signs it again: forebay network sign"

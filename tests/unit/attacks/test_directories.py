@@ -10,6 +10,7 @@ import pytest
 import forebay
 from forebay import machine
 from forebay.convert import stage_beside
+from forebay.coordinator.store import RunStore
 from forebay.errors import UsageError
 from forebay.fetch.cache import ChunkCache
 from forebay.prepare import compiled
@@ -27,6 +28,7 @@ USES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "FOREBAY_CACHE": ("user", lambda path: machine.user_cache()),
     "home": (f"home-{os.getuid()}", lambda path: machine.home_directory()),
     "scheduler": ("state", lambda path: lock_state(path / "state")),
+    "coordinator": ("run", lambda path: RunStore(path / "run")),
     "prepare, mirror": ("out/.work", lambda path: FolderStore(str(path / "out")).directory(".work")),
     "scratch of a bucket": (f"forebay-{os.getuid()}", lambda path: BucketStore("s3://b/x").directory("")),
     "conversion": (".out.converting", lambda path: stage_beside(path / "out").__enter__()),

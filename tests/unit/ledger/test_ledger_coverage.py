@@ -17,8 +17,9 @@ from forebay.ledger.chain import Checkpoint, Used, make_entry
 from forebay.ledger.index import open_index
 from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
+from forebay.network.peer import Scope
 from forebay.observe.ledger_queries import replay
-from support.ledgers import KEY, WORKER, WORKER_KEY, certificate_of, sign, verified, write_job
+from support.ledgers import KEY, WORKER, WORKER_KEY, certificate_of, certify, sign, verified, write_job
 from support.paths import GOLDEN
 
 
@@ -120,6 +121,21 @@ def test_a_worker_is_believed_by_its_last_certificate_if_it_was_valid_then(
     report = verified(tmp_path / "l")
     assert report.ok == (not problem) and problem in str(report.problems)
     assert verify_ledger(tmp_path / "l").ok == (certificates != [""])
+
+
+@pytest.mark.parametrize(
+    "scope, key, problem",
+    [
+        (Scope(frozenset({"scheduler"})), KEY, "certificate for a worker"),
+        (Scope(frozenset({"worker"}), ("other",)), KEY, "certificate for a worker"),
+        (Scope(frozenset({"worker"})), WORKER_KEY, "expected another key than the scheduler's"),
+        (Scope(frozenset({"worker"})), KEY, ""),
+    ],
+)
+def test_who_is_no_worker_signs_no_receipt(tmp_path, scope: Scope, key: bytes, problem: str):
+    write_job(tmp_path / "l", USES)
+    report = verify_ledger(tmp_path / "l", key, lambda *_: None, certify=lambda raw: replace(certify(raw), scope=scope))
+    assert report.ok == (not problem) and problem in str(report.problems)
 
 
 def test_receipts_by_sample_ids(tmp_path):

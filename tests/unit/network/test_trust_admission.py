@@ -165,6 +165,37 @@ def test_a_withdrawn_token_admits_nobody_from_then_on(server: AdmissionServer, c
     assert renew_at(server.address, node.node_dir).peer_id == node.peer_id
 
 
+def test_the_record_grows_by_uses_alone(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+    tokens = [make_token(server, clock, id=c * 32, valid_days=days) for c, days in (("a", 9), ("b", 3), ("c", 6))]
+    key = join_by_token(tokens[0], tmp_path / "a", "a").node_dir / "node-key.pem"
+    path = tmp_path / "org" / MEMBERS_FILE
+    for token in tokens:
+        admit(server.admissions, token, key, "a")
+    size = path.stat().st_size
+    for token in tokens * 3:
+        admit(server.admissions, token, key, "a")
+        with pytest.raises(ProtocolError, match="expected the name of its first certificate, a, got b"):
+            admit(server.admissions, token, key, "b")
+    assert path.stat().st_size - size < 400  # one line
+
+
+def test_a_record_that_is_restored_is_read_again(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+    path, record = tmp_path / "org" / MEMBERS_FILE, MemberRecord(tmp_path / "org")
+    record.add(withdrawn="a" * 32)
+    old = path.read_bytes()
+    for name in "bc":
+        record.add(withdrawn=name * 32)
+    path.write_bytes(old)
+    record.add(withdrawn="d" * 32)
+    assert record.withdrawn == MemberRecord(tmp_path / "org").withdrawn == {"a" * 32, "d" * 32}
+
+
+@pytest.mark.parametrize("name", ["a2" * 16, "0F" * 20])
+def test_no_node_is_named_like_a_peer_id_or_serial_number(server: AdmissionServer, clock, name: str, tmp_path):
+    with pytest.raises(ProtocolError, match="form of a peer id or serial number"):
+        admit(server.admissions, make_token(server, clock), tmp_path / "network" / "root-key.pem", name)
+
+
 def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
     create_network(tmp_path / "evil", "test-network")
     evil = AdmissionServer(Admissions(tmp_path / "evil")).start()

@@ -13,12 +13,13 @@ import functools
 import json
 import re
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
@@ -270,20 +271,23 @@ def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str
         raise ProtocolError(f"{what}: expected a certificate signed by {whose}, got another") from error
 
 
-PARSER_ERRORS = (
-    UnsupportedAlgorithm, x509.InvalidVersion, x509.UnsupportedGeneralNameType, x509.DuplicateExtension,
-    x509.AttributeNotFound, x509.ExtensionNotFound,
-)  # fmt: skip
-
-
-def _parse(der_cert: bytes) -> x509.Certificate:
+@contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Turn each exception of a parser of others' bytes into a ProtocolError; libraries raise any, such as TypeError."""
     try:
-        cert = x509.load_der_x509_certificate(der_cert)
-        key = cert.public_key()
-        num_names = len(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
-        _ = cert.extensions  # parsed lazily, and may be malformed
-    except (ValueError, *PARSER_ERRORS) as error:
-        raise ProtocolError(f"peer's certificate: expected X.509 in DER, got {error}") from error
+        yield
+    except ProtocolError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"{what}: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+@parsing("peer's certificate")
+def _parse(der_cert: bytes) -> x509.Certificate:
+    cert = x509.load_der_x509_certificate(der_cert)
+    key = cert.public_key()
+    num_names = len(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
+    _ = cert.extensions, cert.not_valid_before_utc, cert.not_valid_after_utc  # parsed lazily, and may be malformed
     if not isinstance(key, Ed25519PublicKey) or num_names != 1:
         raise ProtocolError(
             f"peer's certificate: expected an Ed25519 key and one common name, got {type(key).__name__} "

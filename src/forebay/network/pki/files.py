@@ -5,6 +5,7 @@ and copies of the last two; a node's node-key.pem, node-cert.pem (followed by it
 Directories have mode 0700, keys 0600; files are replaced atomically.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ class NetworkConfig:
 
 
 _NETWORK = TypeAdapter(NetworkConfig)
+_IDENTIFIER = re.compile(r"[a-z2-7]{32}|[0-9A-F]{32,40}")  # a peer id, a serial number
 Kind: TypeAlias = Literal["node", "org"]
 
 
@@ -95,10 +97,14 @@ def check_new(folder: Path, kind: Kind, name: str) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise UsageError unless a name is 1 to 64 letters, digits, dots, underscores and hyphens."""
-    if not certificates.NAME.fullmatch(name):
+    """Raise UsageError unless a name is 1 to 64 letters, digits, dots, underscores and hyphens.
+
+    One that could be a peer id or a serial number is refused: `network revoke` would take another member for it.
+    """
+    if not certificates.NAME.fullmatch(name) or _IDENTIFIER.fullmatch(name):
         raise UsageError(
-            f"{what} name: expected 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit, got {name!r}"
+            f"{what} name: expected 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit, and not of the form "
+            f"of a peer id or serial number, got {name!r}"
         )
 
 

@@ -6,6 +6,7 @@ killed process did not finish is ignored, and cut off before the next one.
 """
 
 import fcntl
+import math
 import os
 import threading
 import time
@@ -87,11 +88,8 @@ class MemberRecord:
         self.directory = Path(directory)
         self._now = now
         self.path = self.directory / MEMBERS_FILE
-        self.certificates: dict[str, IssuedCertificate] = {}
-        self.tokens: dict[str, JoinToken] = {}
-        self.users = defaultdict[str, set[str]](set)
-        self.withdrawn: set[str] = set()
-        self._lock, self._offset = threading.Lock(), 0  # up to which the file is read
+        self._lock = threading.Lock()
+        self._forget()
         read_issuer(self.directory)  # no other directory has a record
         if (self.directory / EARLIER_FILE).exists():
             raise UsageError(
@@ -101,14 +99,21 @@ class MemberRecord:
         with self._locked():
             pass
 
+    def _forget(self) -> None:
+        self.certificates: dict[str, IssuedCertificate] = {}
+        self.tokens: dict[str, JoinToken] = {}
+        self.users = defaultdict[str, set[str]](set)
+        self.withdrawn: set[str] = set()
+        self._offset, self._last = 0, b""  # up to which the file is read, and the line that ends there
+
     def issue(
         self, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float, *, token: JoinToken | None = None,
         is_organisation: bool = False,
     ) -> bytes:  # fmt: skip
         """Issue and record a certificate; return it as PEM, a node's followed by its organisation's.
 
-        A key that used the token before uses nothing. ProtocolError if the token is used up or withdrawn, UsageError if
-        the issuer may not give the scope.
+        A key that used the token before uses nothing. ProtocolError if the token is used up or withdrawn, or if the key
+        has another name; UsageError if the issuer may not give the scope.
         """
         with self._locked() as file:
             issuer = read_issuer(self.directory)
@@ -116,15 +121,17 @@ class MemberRecord:
             peer_id = peer_in(cert).peer_id
             allowed = scope.bounded_by(issuer.scope)
             is_use = token is not None and self._check_use(token, peer_id, file)
+            last = self.certificates.get(peer_id)
+            if last is not None and last.name != name:
+                raise ProtocolError(f"{peer_id}: expected the name of its first certificate, {last.name}, got {name}.")
             issued = IssuedCertificate(
                 name, peer_id, f"{cert.serial_number:X}", tuple(sorted(allowed.roles)),
                 allowed.datasets or allowed.within, cert.not_valid_after_utc.timestamp(), valid_days,
                 token.id if token is not None else "", is_organisation,
             )  # fmt: skip
-            last = self.certificates.get(peer_id, issued)
-            change_s = abs(issued.expires_at - last.expires_at)
-            # Members may ask for renewals as often as they like.
-            if is_use or last is issued or last.name != name or change_s > SAME_EXPIRY * valid_days * 86400:
+            later_s = issued.expires_at - last.expires_at if last is not None else math.inf
+            # Members may ask again as often as they like: with two tokens in turn the expiry is later only once.
+            if is_use or (abs(later_s) if token is None else later_s) > SAME_EXPIRY * valid_days * 86400:
                 self._append(file, certificate=issued)
         return certificates.pem_of(cert, *([] if issuer.is_root else [issuer.cert]))
 
@@ -161,8 +168,11 @@ class MemberRecord:
         self._read(file)
 
     def _read(self, file: BinaryIO) -> None:
-        """Read the lines that were added."""
-        file.seek(self._offset)
+        """Read the lines that were added; all if the file was replaced, as by a copy of it."""
+        file.seek(self._offset - len(self._last))
+        if file.read(len(self._last)) != self._last:
+            self._forget()
+            file.seek(0)
         while (data := file.readline()).endswith(b"\n"):
             try:
                 line = _LINE.validate_json(data)
@@ -171,7 +181,7 @@ class MemberRecord:
                 raise UsageError(
                     f"members: cannot read the line at byte {self._offset} of {self.path}: {reason}. Restore the file."
                 ) from error
-            self._offset += len(data)
+            self._offset, self._last = self._offset + len(data), data
             if (issued := line.certificate) is not None:
                 self.certificates[issued.peer_id] = issued
                 self.users[issued.token].add(issued.peer_id)

@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +38,8 @@ MAX_REVOKED = 19_000  # just under MAX_CRL_BYTES as PEM
 MAX_CRL_BYTES = 1 << 20
 MAX_ISSUERS = 1024
 CRL_VALID_DAYS = 365
-ORGANISATION_EVERY_S = 60.0  # between new CRLs of an organisation; the root's are never delayed
+ORGANISATION_EVERY_S = 60.0  # between new CRLs of an organisation, but for a few; the root's are never delayed
+ORGANISATION_BURST = 3
 LOOK_EVERY_S = 1.0
 PEER_ID = re.compile(r"[a-z2-7]{32}")
 FileStamp = tuple[int, int, int] | None
@@ -81,6 +83,7 @@ def sign_crl(
     return pem if issuer.is_root else certificates.pem_of(issuer.cert) + pem
 
 
+@certificates.parsing("CRL")
 def parse_crl(
     pem: bytes, root: bytes, is_wanted: Callable[[str, int], bool] = lambda issuer, number: True
 ) -> Crl | None:
@@ -90,19 +93,16 @@ def parse_crl(
     """
     if len(pem) > MAX_CRL_BYTES:
         raise ProtocolError(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
-    try:
-        crl = x509.load_pem_x509_crl(pem)
-        above = x509.load_pem_x509_certificates(pem)[:1] if b"-BEGIN CERTIFICATE-" in pem else []
-        key_id = certificates.authority_key_id(crl)
-        number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        unknown = [extension.oid.dotted_string for extension in crl.extensions if extension.critical]
-        if unknown or len(crl) > MAX_REVOKED or not 0 < number < 1 << 63:
-            raise ValueError(
-                f"expected at most {MAX_REVOKED:,} entries, a number below 2^63 and no critical extension, "
-                f"got {len(crl):,}, {str(number)[:40]} and {unknown[:4]}"
-            )
-    except (ValueError, ProtocolError, *certificates.PARSER_ERRORS) as error:
-        raise _malformed(error) from error
+    crl = x509.load_pem_x509_crl(pem)
+    above = x509.load_pem_x509_certificates(pem)[:1] if b"-BEGIN CERTIFICATE-" in pem else []
+    key_id = certificates.authority_key_id(crl)
+    number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+    unknown = [extension.oid.dotted_string for extension in crl.extensions if extension.critical]
+    if unknown or len(crl) > MAX_REVOKED or not 0 < number < 1 << 63:
+        raise ValueError(
+            f"expected at most {MAX_REVOKED:,} entries, a number below 2^63 and no critical extension, "
+            f"got {len(crl):,}, {str(number)[:40]} and {unknown[:4]}"
+        )
     own = certificates.organisation_of(certificates.der_of(above[0]), root) if above else None
     signer = own or certificates.peer_of(root)
     if key_id_of(signer.peer_id) != key_id:
@@ -113,16 +113,9 @@ def parse_crl(
         raise ProtocolError(f"CRL of {signer.peer_id}: its signature does not fit: forged or damaged")
     if not is_wanted(signer.peer_id, number):
         return None
-    try:
-        serials = {entry.serial_number: entry.revocation_date_utc for entry in crl}
-    except ValueError as error:
-        raise _malformed(error) from error
+    serials = {entry.serial_number: entry.revocation_date_utc for entry in crl}
     pem = certificates.pem_of(*above) + crl.public_bytes(serialization.Encoding.PEM)
     return Crl(signer.peer_id, number, serials, pem)
-
-
-def _malformed(error: Exception) -> ProtocolError:
-    return ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}")
 
 
 class Revocations:
@@ -144,7 +137,8 @@ class Revocations:
         self._own: frozenset[str] = frozenset()
         self._crls: dict[str, Crl] = {}
         self._digest = _digest(self._crls)
-        self._accepted_at: dict[str, float] = {}
+        self._rested_at: dict[str, float] = {}  # when an organisation may send ORGANISATION_BURST CRLs again
+        self._early: dict[str, tuple[int, bytes]] = {}  # the newest CRL of an organisation that came too early
 
     def reason(self, peer_id: str, org: str = "") -> str | None:
         """Reason why a peer is refused: it is revoked, or a file is unreadable, which refuses every peer; or None."""
@@ -197,16 +191,26 @@ class Revocations:
     def wants(self, issuer: str, number: int) -> bool:
         """Whether a CRL of this number would be accepted now."""
         with self._lock:
-            early = self._clock() - self._accepted_at.get(issuer, -math.inf) < ORGANISATION_EVERY_S
-            return self._is_newer(issuer, number) and (issuer == self.root_id or not early)
+            wait_s = self._rested_at.get(issuer, -math.inf) - self._clock()
+            is_early = issuer != self.root_id and wait_s > (ORGANISATION_BURST - 1) * ORGANISATION_EVERY_S
+            return self._is_newer(issuer, number) and not is_early
 
     def accept(self, pem: bytes) -> Crl | None:
         """Apply and store a newer CRL; None if it is not newer, or too early.
 
-        Of each organisation one new CRL a minute is accepted; the sender must retry. Raises ProtocolError if it is
-        invalid, OSError if it cannot be stored: then it applies until this process ends.
+        Of each organisation three new CRLs at once and then one a minute are accepted; the newest that is too early is
+        applied when it is due. Raises ProtocolError if it is invalid, OSError if it cannot be stored: then it applies
+        until this process ends.
         """
-        crl = parse_crl(pem, self.root, self.wants)
+
+        def is_wanted(issuer: str, number: int) -> bool:
+            with self._lock:
+                wanted = self.wants(issuer, number)
+                if not wanted and self._is_newer(issuer, number):
+                    self._early[issuer] = max(self._early.get(issuer, (0, b"")), (number, pem))
+                return wanted
+
+        crl = parse_crl(pem, self.root, is_wanted)
         if crl is None:
             return None
         with self._lock:
@@ -216,7 +220,8 @@ class Revocations:
             if crl.issuer not in self._crls and len(self._crls) >= MAX_ISSUERS:
                 raise ProtocolError(f"CRL: expected CRLs of at most {MAX_ISSUERS} issuers in one network")
             self._put(crl)
-            self._accepted_at[crl.issuer] = self._clock()
+            now = self._clock()
+            self._rested_at[crl.issuer] = max(now, self._rested_at.get(crl.issuer, now)) + ORGANISATION_EVERY_S
             self._folder.mkdir(mode=0o700, exist_ok=True)
             atomic_write(self._folder / f"{crl.issuer}.pem", crl.pem, 0o600)
         return crl
@@ -250,6 +255,11 @@ class Revocations:
                 fault = self._faults[path] = f"cannot read {path}: {error}"
                 if faults.get(path) != fault:
                     log.error("revocation: %s Every peer is refused until it is fixed or removed.", fault)
+        for issuer, (number, pem) in list(self._early.items()):
+            if self.wants(issuer, number):
+                del self._early[issuer]
+                with suppress(OSError):  # it applies without its file
+                    self.accept(pem)
 
     def _read(self, path: Path, stamp: FileStamp) -> None:
         if path == self._text_path:
@@ -299,7 +309,7 @@ def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path
     revocations.check()
     last = revocations.crls().get(issuer.peer_id)
     # At least the time: a directory restored from an old copy must not sign an old number again.
-    number = max(last.number + 1 if last is not None else 1, int(time.time() * 1000))
+    number = max(revocations.numbers().get(issuer.peer_id, 0) + 1, int(time.time() * 1000))
     earlier = last.serials if last is not None else {}
     pem = sign_crl(issuer, {*map(serial_number_of, ids), *earlier}, number, earlier)
     for other in others:

@@ -3,6 +3,7 @@
 import json
 import ssl
 import time
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
 from forebay.errors import ProtocolError, UsageError
+from forebay.network.admission import Admissions
+from forebay.network.join import make_csr
+from forebay.network.messages import RenewRequest
 from forebay.network.peer import Peer, Scope
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, verify_certificate
@@ -24,6 +28,8 @@ from forebay.network.pki.identity import (
     renew,
     renew_organisation,
 )
+from forebay.network.pki.revocation import parse_crl, sign_crl
+from forebay.network.publications import read_publication
 
 PEM = serialization.Encoding.PEM
 DATA = Scope(frozenset({"data", "worker"}), ("c4-*",))
@@ -116,6 +122,27 @@ def forge(issuer: Issuer, node: Identity, *extensions: x509.ExtensionType, names
     for extension in extensions:
         builder = builder.add_extension(extension, False)
     return der_of(builder.sign(issuer.key, None))
+
+
+def test_a_name_that_is_no_text_is_refused_by_each_parser(network_dir, make_identity):
+    """The library raises TypeError for a common name that is a string of bits."""
+    node, root, key = make_identity("evil"), read_root(network_dir), Ed25519PrivateKey.generate()
+    der = der_of(node.certificate)
+    at = der.index(b"\x0c\x04evil")
+    bad = der[:at] + b"\x03\x04\x00vil" + der[at + 6 :]
+    pem = b"-----BEGIN CERTIFICATE-----\n" + b64encode(bad) + b"\n-----END CERTIFICATE-----\n"
+    crl = pem + sign_crl(read_issuer(network_dir), [1], 1)
+    publication = {**dict.fromkeys(("dataset_id", "name", "publisher", "signature"), ""), "certificate": pem.decode()}
+    body = {**publication, "serial": 1, "signed_at": 1, "expires_at": 2, "origins": [], "format": 4}
+    for parse in (
+        lambda: certificates.peer_of(bad),
+        lambda: node.peer(bad),
+        lambda: parse_crl(crl, root),
+        lambda: read_publication(json.dumps(body).encode(), node),
+        lambda: Admissions(network_dir).renew(RenewRequest(request=make_csr(key, "x")), "", bad),
+    ):
+        with pytest.raises(ProtocolError, match="malformed: TypeError"):
+            parse()
 
 
 CROWN = {"roles": ["admin"], "datasets": []}
