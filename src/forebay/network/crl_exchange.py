@@ -1,7 +1,9 @@
 """The exchange of CRLs: every response over mutual TLS says which ones its sender has.
 
 The header `Forebay-CRLs` is a digest of their numbers. A client whose own one differs fetches the newer CRLs and sends
-those that the server lacks, so a CRL passes over each connection in both directions, whoever knows it first.
+those that the server lacks, so a CRL passes over each connection in both directions, whichever side has it first.
+
+`client` is a `forebay.network.client.Client`, which calls this module.
 
 `GET /v1/crls` returns {"crls": {issuer: number}}, `GET /v1/crls/ISSUER` a CRL as PEM; `POST /v1/crls` takes a CRL and
 returns {"new": whether it was accepted}.
@@ -12,7 +14,6 @@ import time
 from typing import Any
 
 from forebay.errors import ProtocolError
-from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_ISSUERS, PEER_ID, Crl
 
@@ -37,14 +38,14 @@ def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
     return crl
 
 
-def send_crl(client: Client, address: str, crl: Crl) -> tuple[str, bool]:
+def send_crl(client: Any, address: str, crl: Crl) -> tuple[str, bool]:
     """Send a CRL to a node; return the node's peer id, and whether it accepted the CRL as new."""
     answer, peer = client.request_json(address, "POST", CRLS, crl.pem)
     return peer.peer_id, answer.get("new") is True
 
 
 def exchange_crls(
-    client: Client, identity: Identity, address: str, timeout_s: float = PAUSE_S, *, is_urgent: bool = False
+    client: Any, identity: Identity, address: str, timeout_s: float = PAUSE_S, *, is_urgent: bool = False
 ) -> bool:
     """Exchange CRLs with a node within some `timeout_s`; return whether it answered as a member.
 
@@ -63,7 +64,7 @@ def exchange_crls(
     return True
 
 
-def _exchange(client: Client, identity: Identity, address: str, deadline: float) -> None:
+def _exchange(client: Any, identity: Identity, address: str, deadline: float) -> None:
     def remaining_s() -> float:
         return max(0.1, deadline - time.monotonic())
 

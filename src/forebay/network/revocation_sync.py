@@ -77,20 +77,20 @@ class TrustWatch:
             if stamp != self._stamp:
                 self._stamp = stamp
                 self.on_change()
-                self._ask(self._known(), is_urgent=True)
+                self._ask(self._members(), is_urgent=True)
             if time.monotonic() >= self._ask_at:
                 self._ask_at = time.monotonic() + self.ask_every_s * random.uniform(0.8, 1.2)
-                known = self._known()
-                self._ask(random.sample(known, min(NUM_ASKED, len(known))))
+                members = self._members()
+                self._ask(random.sample(members, min(NUM_ASKED, len(members))))
                 self._discover()
             if time.monotonic() >= self._renew_at:
                 self._renew()
             self._thread.stopping.wait(self.look_every_s)
 
-    def _known(self) -> list[str]:
+    def _members(self) -> list[str]:
         """Return addresses of members, without this node's own."""
-        known = dict.fromkeys([*self.peers(), *self.identity.contacts.addresses()])
-        return [address for address in known if address != self.address]
+        addresses = dict.fromkeys([*self.peers(), *self.identity.contacts.addresses()])
+        return [address for address in addresses if address != self.address]
 
     def _ask(self, addresses: Sequence[str], *, is_urgent: bool = False) -> None:
         """Exchange CRLs with nodes, with all at once."""
@@ -134,17 +134,17 @@ class TrustWatch:
                 self._announce_at = now + DISCOVER_EVERY_S
                 self.discovery.announce(key, parse_address(self.address)[1])
             for _ in range(NUM_SEARCHES):
-                self._ask([join_address(*found) for found in _choose(self.discovery.find(key, 2.0))])
-                if self._known():
+                self._ask([join_address(*address) for address in _choose(self.discovery.find(key, 2.0))])
+                if self._members():
                     self._discover_at = now + DISCOVER_EVERY_S
                     break
         except NetworkError as error:
             log.info("CRLs: the DHT cannot be reached: %s", error)
 
 
-def _choose(found: Sequence[HostPort]) -> list[HostPort]:
+def _choose(addresses: Sequence[HostPort]) -> list[HostPort]:
     """Return MAX_FOUND addresses at most, by chance: of each host a few, and networks (/24, /48) in turn."""
-    shuffled = random.sample(found, len(found))
+    shuffled = random.sample(addresses, len(addresses))
     by_host = Counter[str]()
     chosen = []
     for address in shuffled:

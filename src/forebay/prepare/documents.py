@@ -26,6 +26,8 @@ from forebay.storage.store import Store
 
 T = TypeVar("T")
 
+Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
+"""Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
 SCHEMA = pa.schema(
     [
         ("place", pa.int64()),  # number of the line, row, record or file within its piece, from 0

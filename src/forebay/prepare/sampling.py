@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from forebay.formats.inputs import InputSplit
 from forebay.machine import num_cores
+from forebay.prepare.documents import Map
 from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats, Usage
-from forebay.prepare.tasks.statistics import Map, add_stats, read_stats
+from forebay.prepare.tasks.statistics import add_stats, read_stats
 from forebay.prepare.tasks.text import TextResult
 from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
 from forebay.storage.store import Store

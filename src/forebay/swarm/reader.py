@@ -1,6 +1,6 @@
 """Client side of a swarm: asks a tracker which slices to download from which peer, and serves what is here.
 
-`forebay.fetch` downloads and verifies the bytes, and reports slow providers. A tracker is judged by the bytes that
+`forebay.fetch` downloads and verifies the bytes, and reports slow providers. A tracker is measured by the bytes that
 verify: the next one is asked after ten seconds in which too few did, and if that goes on for longer than a slice should
 take, the data nodes are asked without a tracker for some minutes.
 
@@ -111,8 +111,8 @@ class SwarmReader:
         self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}  # for the next request
         self._reported: BOOL | None = None  # the slices that the tracker knows of
         self._reported_at = self._direct_until = float("-inf")
-        self.num_verified = 0  # bytes, since `_judged_at`
-        self._judged_at = self._good_at = self.now()
+        self.num_verified = 0  # bytes, since `_checked_at`
+        self._checked_at = self._good_at = self.now()
         largest = int(self.table.bytes.max()) if len(self.table) else 0
         self._patience_s = max(_MIN_PATIENCE_S, largest / _SLICE_BYTES_PER_S)
         self._is_due = self._closed = False
@@ -205,7 +205,7 @@ class SwarmReader:
         wait_s = 0.0
         while not self._closed:
             self._give_up()  # first, so that requests end even if those below fail
-            self._judge()
+            self._check_tracker()
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._is_due, min(wait_s, IDLE_S / 4))
             if not self._closed:
@@ -297,16 +297,16 @@ class SwarmReader:
                 self._tracker.drop_current()
             return error
 
-    def _judge(self) -> None:
+    def _check_tracker(self) -> None:
         """Leave a tracker of whose answers too little came; ask the data nodes themselves if that goes on."""
         with self._changed:
             now = self.now()
             is_wanted = bool(self._waiting or self._sources)
-            elapsed_s = now - self._judged_at
+            elapsed_s = now - self._checked_at
             num_verified = self.num_verified
             if is_wanted and elapsed_s < IDLE_S:
                 return
-            self._judged_at = now
+            self._checked_at = now
             self.num_verified = 0
             if not is_wanted or num_verified >= MIN_BYTES_PER_S * elapsed_s:
                 self._good_at = now

@@ -53,7 +53,7 @@ class TrackerClient:
         self._ranked: list[Provider] = []
         self._sharers = RecentDict[str, Provider](_MAX_SHARERS)  # by address
         self._dead: dict[str, float] = {}  # until when, by address
-        self._left: dict[str, float] = {}  # since when, by address
+        self._idle_since: dict[str, float] = {}  # since when, by address
 
     def add_sharers(self, sharers: Iterable[Provider]) -> None:
         """Add members that can be asked if no other tracker responds: 16 per reply, the last 256 in all."""
@@ -63,9 +63,11 @@ class TrackerClient:
     def leave_current(self) -> None:
         """Ask the others first from now on: too little came of the responses of the current one."""
         now = time.monotonic()
-        self._left = {address: at for address, at in self._left.items() if now - at < _LEFT_S}
+        self._idle_since = {
+            address: since_s for address, since_s in self._idle_since.items() if now - since_s < _LEFT_S
+        }
         if self.current is not None:
-            self._left[self.current.address] = now
+            self._idle_since[self.current.address] = now
         self._ranked = []
 
     def drop_current(self) -> None:
@@ -131,7 +133,7 @@ class TrackerClient:
         def rank(tracker: Provider) -> tuple[float, bool, bytes, str]:
             reader = own if tracker.is_origin else ""
             text = f"forebay/3 tracker\n{self.dataset_id}\n{self._day}\n{reader}\n{node_of(tracker.peer_id)}"
-            left_at = self._left.get(tracker.address, float("-inf"))
+            left_at = self._idle_since.get(tracker.address, float("-inf"))
             left_at = left_at if now - left_at < _LEFT_S else float("-inf")
             return left_at, not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
 

@@ -203,7 +203,7 @@ def wait_idly(reader: SwarmReader, clock: Clock, seconds: float) -> None:
     with contextlib.suppress(NoProviderError):
         reader.sources(0)
     clock.now += seconds
-    reader._judge()
+    reader._check_tracker()
 
 
 @pytest.mark.parametrize("reply", [
@@ -233,8 +233,8 @@ def test_a_tracker_is_judged_by_what_verified(num_bytes: int, is_left: bool):
         named(reader)
         clock.now += swarm_reader.IDLE_S + 1
         SliceProvider(reader, 0).verified(num_bytes)
-        reader._judge()
-        assert (RUDE.address in reader._tracker._left) is is_left
+        reader._check_tracker()
+        assert (RUDE.address in reader._tracker._idle_since) is is_left
 
 
 def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one():
@@ -249,7 +249,7 @@ def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one():
             wait_idly(reader, clock, swarm_reader.IDLE_S)
         assert reader.sources(0) == direct and not reader._waiting
         clock.now += swarm_reader._DIRECT_S + 1
-        reader._judge()
+        reader._check_tracker()
         with pytest.raises(NoProviderError):
             reader.sources(0)
 

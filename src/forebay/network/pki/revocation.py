@@ -205,10 +205,10 @@ class Revocations:
 
         def is_wanted(issuer: str, number: int) -> bool:
             with self._lock:
-                wanted = self.wants(issuer, number)
-                if not wanted and self._is_newer(issuer, number):
+                is_due = self.wants(issuer, number)
+                if not is_due and self._is_newer(issuer, number):
                     self._early[issuer] = max(self._early.get(issuer, (0, b"")), (number, pem))
-                return wanted
+                return is_due
 
         crl = parse_crl(pem, self.root, is_wanted)
         if crl is None:

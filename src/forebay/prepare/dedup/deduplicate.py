@@ -42,7 +42,7 @@ from forebay.prepare.dedup.semantic import (
     find_centroids,
 )
 from forebay.prepare.dedup.word_runs import WindowsTask, sign_anchors, sign_ngrams, sign_windows
-from forebay.prepare.tasks.statistics import Map
+from forebay.prepare.documents import Map
 from forebay.storage.store import Store
 
 VERSION = 6  # Changed when the same signatures would give another result, so that old ones are not used.

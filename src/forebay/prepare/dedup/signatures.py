@@ -21,7 +21,7 @@ from forebay.errors import PrepareError
 from forebay.prepare.dedup.cutting import Flags
 from forebay.prepare.dedup.deduplicate import VERSION, DedupResult
 from forebay.prepare.dedup.methods import Dedup, Signed
-from forebay.prepare.tasks.statistics import Map
+from forebay.prepare.documents import Map
 from forebay.storage.store import Store
 
 _FILE_DOCUMENTS = 1 << 18

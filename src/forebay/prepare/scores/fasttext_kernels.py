@@ -11,7 +11,6 @@ import numpy as np
 
 from forebay.arrays import F32, I32, I64, U8, U64
 from forebay.prepare.compiled import jit
-from forebay.prepare.filters.points import room_of, starts_with
 
 SOFTMAX, HIERARCHICAL, SIGMOID = 0, 1, 2
 _LABEL = np.frombuffer(b"__label__", np.uint8)
@@ -80,6 +79,16 @@ def index_entries(data, starts, stops, slots):  # type: ignore[no-untyped-def]
 
 
 @jit()
+def _starts_with(data, start, stop, prefix):  # type: ignore[no-untyped-def]
+    if stop - start < len(prefix):
+        return False
+    i = 0
+    while i < len(prefix) and data[start + i] == prefix[i]:
+        i += 1
+    return i == len(prefix)
+
+
+@jit()
 def _is_blank(byte):  # type: ignore[no-untyped-def]
     return byte == 32 or 9 <= byte <= 13 or byte == 0
 
@@ -140,7 +149,10 @@ def average_rows(net, offsets, stops, data, out):  # type: ignore[no-untyped-def
     num_words, bucket, minn, maxn, ngrams, width = net.sizes
     words, starts, word_stops, slots, _, present, ranks, dense, codes, centroids, norms = net
     inverse, dim, end_size = 1.0 / max(1, bucket), out.shape[1], len(_END)
-    hashes = np.empty(room_of(offsets, stops) // 2 + 3 if ngrams > 1 else 1, np.int32)
+    longest = 0
+    for row in range(len(stops)):
+        longest = max(longest, stops[row] - offsets[row])
+    hashes = np.empty(longest // 2 + 3 if ngrams > 1 else 1, np.int32)
     total = np.empty(dim, np.float32)
     end_hash = hash_bytes(_END, 0, end_size)
     end_word = _find(words, starts, word_stops, slots, _END, 0, end_size, end_hash)
@@ -158,12 +170,12 @@ def average_rows(net, offsets, stops, data, out):  # type: ignore[no-untyped-def
                 h = _fnv(h, data[pos])
                 pos += 1
             tokens += pos > start
-            at_end = pos == start or (pos - start == end_size and starts_with(data, start, pos, _END))
+            at_end = pos == start or (pos - start == end_size and _starts_with(data, start, pos, _END))
             if at_end:
                 h, word = end_hash, end_word
             else:
                 word = _find(words, starts, word_stops, slots, data, start, pos, h)
-            if word >= num_words or (word < 0 and not at_end and starts_with(data, start, pos, _LABEL)):
+            if word >= num_words or (word < 0 and not at_end and _starts_with(data, start, pos, _LABEL)):
                 continue
             if word >= 0:
                 _add_row(dense, codes, centroids, norms, width, word, total)

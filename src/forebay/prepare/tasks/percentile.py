@@ -17,7 +17,7 @@ import numpy as np
 
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import Stage, part_batches
+from forebay.prepare.documents import Map, Stage, part_batches
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.scores.base import number_column
 from forebay.prepare.settings import Json
@@ -25,7 +25,6 @@ from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.stages import Rejects, run_stages
-from forebay.prepare.tasks.statistics import Map
 from forebay.prepare.tasks.text import TextResult, conclude_task, open_documents
 from forebay.storage.store import Store
 

@@ -22,9 +22,8 @@ import numpy as np
 from forebay.arrays import I64, U64, Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.order.bijection import derive_key, random_words
-from forebay.prepare.documents import read_items
+from forebay.prepare.documents import Map, read_items
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.statistics import Map
 from forebay.storage.store import Store
 
 TASK_VERSION = 4

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,14 +20,10 @@ from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
-from forebay.prepare.engines.sandbox import Buffer, set_activity, worker_for
+from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
 from forebay.prepare.settings import Json
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import StageStats, mix64, peak_bytes, text_bytes
-
-if TYPE_CHECKING:
-    from forebay.prepare.tasks.percentile import SegmentTask
-    from forebay.prepare.tasks.text import TextTask
 
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
@@ -37,8 +33,21 @@ _MAX_FAULTS = 32  # After so many documents of a split that did so, whole batche
 Reject = Json
 
 
+class StagesTask(Protocol):
+    """What `run_stages` needs of a task; `earlier` are the names of stages that ran before those of the task."""
+
+    @property
+    def split(self) -> InputSplit: ...
+    @property
+    def stages(self) -> tuple[Stage, ...]: ...
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def earlier(self) -> tuple[str, ...]: ...
+
+
 def run_stages(
-    task: "TextTask | SegmentTask", batch: pa.RecordBatch, stats: StageStats, reader: "Rejects"
+    task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reader: "Rejects"
 ) -> Iterator[pa.RecordBatch]:
     """The documents of a batch that pass the stages of a task, in one batch or in several."""
     job = (task.stages, task.earlier, reader.seed, task.split)

@@ -4,10 +4,10 @@ Each leaves an object of statistics. They are added in groups, so that no proces
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from forebay.arrays import BOOL, I64, U8, U64
 from forebay.formats.inputs import InputSplit
-from forebay.prepare.documents import file_batches
+from forebay.prepare.documents import Map, file_batches
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import SAMPLES, StageStats, mix64
 from forebay.prepare.tasks.keys import hash_json
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _VERSION = 2  # Changed when the same split would have other statistics.
 _GROUP = 256  # Tasks whose statistics are added by one.
 COLUMNS = ("place", "id", "where", "text_bytes", "language", "subset")
-Map = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
-"""Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
 
 
 @dataclass(frozen=True)
