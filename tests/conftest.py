@@ -49,7 +49,7 @@ hypothesis.settings.load_profile(PROFILE)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     """Watch what the fast tests do and what each test costs; the long profile has longer time-outs."""
     limits.install()
     if store.VARIABLE not in os.environ:  # The processes of a run inherit it.
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = float(config.getini("timeout")) * LONGER
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]):
     """In the long profile laws that name a number of examples take LONGER times as many, too."""
     if PROFILE != "long":
         return
@@ -79,19 +79,19 @@ _terminal = []
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart(session: pytest.Session):
     if not hasattr(session.config, "workerinput"):
         _terminal.append(session.config.pluginmanager.get_plugin("terminalreporter"))
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+def pytest_runtest_logreport(report: pytest.TestReport):
     """Name what fails when it fails, as a run that is cut off has no summary."""
     if report.failed and _terminal:
         reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", "").partition("\n")[0]
         _terminal[0].write(f"\n{report.when} of {report.nodeid} failed: {reason[:300]}\n")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any):
     """How many tests were skipped, by reason."""
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
     reasons = Counter(str(item[2] if isinstance(item, tuple) else item).removeprefix("Skipped: ") for item in skipped)
@@ -105,7 +105,7 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch) -> None:
+def own_cache(tmp_path_factory, monkeypatch):
     """No test reads or writes the user's caches, or those of another test."""
     remote_file._blocks.after_fork()  # Drops all blocks of remote files that other tests read in this process.
     home = tmp_path_factory.getbasetemp() / f"user-{next(_numbers)}"
@@ -116,7 +116,7 @@ def own_cache(tmp_path_factory, monkeypatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def patience(request, monkeypatch) -> None:
+def patience(request, monkeypatch):
     """In fast tests no server with the usual limits cuts a slow peer, and no search for claims ends early."""
     if not str(request.path).startswith(limits.SLOW):
         monkeypatch.setattr(server, "ServerLimits", patient)
@@ -134,7 +134,7 @@ def data_server(data: Path) -> Iterator[OriginServer]:
 
 
 @pytest.fixture
-def changes_at_once(monkeypatch) -> None:
+def changes_at_once(monkeypatch):
     """Nodes of this process look at their files of revocations at each request, not once a second."""
     monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 0.0)
 

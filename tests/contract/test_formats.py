@@ -147,7 +147,7 @@ PNG = bytes.fromhex(
 PARQUET = buffered(lambda file: pq.write_table(TABLE, file, write_page_checksum=True))
 
 
-def arrow(file: io.BytesIO) -> None:
+def arrow(file: io.BytesIO):
     with pa.ipc.new_file(file, TABLE.schema) as writer:
         writer.write_table(TABLE)
 

@@ -36,7 +36,7 @@ FOLDERS = ["saved", "mds", "litdata", *(["datasets"] if find_spec("datasets") el
 PLAIN = ConvertOptions()
 
 
-def write(path: Path, table: pa.Table) -> None:
+def write(path: Path, table: pa.Table):
     if path.name == "datasets":  # It has types of its own: int32 and int8 of some columns.
         __import__("datasets").Dataset.from_dict(table.to_pydict()).save_to_disk(str(path))
     elif path.name == "saved":

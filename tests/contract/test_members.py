@@ -37,14 +37,14 @@ from support.waiting import until
 WORKER = Scope(frozenset({"worker"}))
 
 
-def admit(folder: Path, out: Path) -> None:
+def admit(folder: Path, out: Path):
     issuer = read_issuer(folder)
     token = JoinToken("ab" * 16, "", issuer.peer_id, f"{HOST}:1", ("worker",), (), 2, 4e9, 3.0)
     request = AdmitRequest(token=sign_token(issuer, token), name="n", request=make_csr(issuer.key, "n"))
     Admissions(folder).admit(request, "")
 
 
-def renew_at_server(folder: Path, out: Path) -> None:
+def renew_at_server(folder: Path, out: Path):
     node = pki.join(folder, out, "n", scope=WORKER, valid_days=3.0)
     (folder / MEMBERS_FILE).unlink()
     request = RenewRequest(request=make_csr(read_key(out / "node-key.pem"), "n"))

@@ -114,7 +114,7 @@ def check_contents(lines: list[Line], expected: dict[tuple[int, int], list]) -> 
     return counts
 
 
-def check_shares(source: Source, workers: list[list[Line]]) -> None:
+def check_shares(source: Source, workers: list[list[Line]]):
     """Equally many steps; weights that make the mean over ranks the mean over samples."""
     if not source.is_lockstep:
         assert all(line["weight"] == len(line["ids"]) / SAMPLES_PER_WORKER for line in chain(*workers))
@@ -174,14 +174,14 @@ def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: LocalClu
         assert sorted(used) == sorted(delivered)
 
 
-def check_epochs(name: str, workers: list[list[Line]]) -> None:
+def check_epochs(name: str, workers: list[list[Line]]):
     """Each has an order of its own; owned samples stay with their rank."""
     for lines in workers:
         orders = [[n for line in lines if line["epoch"] == epoch for n in line["ids"]] for epoch in range(EPOCHS)]
         assert orders[0] != orders[1] and (name != "owned" or set(orders[0]) == set(orders[1]))
 
 
-def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int, int]]) -> None:
+def check_mixture(source: Source, workers: list[list[Line]], counts: Counter[tuple[int, int, int]]):
     """From a step on half of the samples are of the second dataset; none comes again before all of its dataset came."""
     by_step = defaultdict(Counter)
     for line in chain(*workers):

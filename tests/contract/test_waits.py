@@ -63,19 +63,19 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
     def lines() -> list[str]:
         return [line for line in caplog.messages if re.search(f"^waiting for .*({REASONS[fault]})", line)]
 
-    def await_line() -> None:
+    def await_line():
         """All waits under way began three seconds earlier."""
         for wait in list(retry._waits.all.values()):
             wait.began -= 3
         until(lines)
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds: float):
         """The pause between two tries: the line comes within the first one."""
         if not lines():
             await_line()
         clock.skipped += seconds
 
-    def end() -> None:
+    def end():
         if fault == "silent":
             until(lambda: server.requests)
             await_line()

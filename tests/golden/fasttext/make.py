@@ -21,7 +21,7 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def main() -> None:
+def main():
     """Train, quantise, and record what the library predicts."""
     folder, rng, scores = Path(__file__).parent, random.Random(1), {}
     lines = []

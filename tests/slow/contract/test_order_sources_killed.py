@@ -42,7 +42,7 @@ def cluster(tmp_path_factory) -> Iterator[Cluster]:
         yield Cluster(tmp_path_factory.mktemp("cluster"), stack, {"web": make_slices(18, 0)})
 
 
-def any_moment(chance: random.Random, workers: list, count: int) -> None:
+def any_moment(chance: random.Random, workers: list, count: int):
     """Wait until the workers together have so many batches more, and then for a moment within a batch."""
     before = sum(len(batches_of(worker)) for worker in workers)
     until(

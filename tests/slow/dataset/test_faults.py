@@ -56,7 +56,7 @@ class Fault(NamedTuple):
 class Disk:
     """Replaces what flushes and renames below `root` in this process: counts, checks and fails."""
 
-    def __init__(self, root: Path, fault: Fault | None) -> None:
+    def __init__(self, root: Path, fault: Fault | None):
         self.root, self.fault = f"{root}/", fault
         self.counts = Counter()
         self.problems = []
@@ -64,7 +64,7 @@ class Disk:
         self._synced = {}
         self._unsynced_names = {}
 
-    def install(self) -> None:
+    def install(self):
         fsync, disk = os.fsync, self
 
         def checked_fsync(fd):
@@ -90,13 +90,13 @@ class Disk:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(self.fault.error, os.strerror(self.fault.error))
 
-    def fsync(self, status: os.stat_result, path: Path) -> None:
+    def fsync(self, status: os.stat_result, path: Path):
         if f"{path}/".startswith(self.root):
             self._count("fsync")
             self._synced[status.st_ino] = (status.st_size, status.st_mtime_ns)
             self._unsynced_names.pop(path, None)
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: Path, target: Path):
         if not str(target).startswith(self.root):
             return
         self._count("rename")
@@ -123,8 +123,8 @@ class Scenario:
 
     refuses_its_output = False  # `act` fails where an earlier one made the new state
 
-    def begin(self, folder: Path) -> None: ...
-    def act(self, folder: Path) -> None: ...
+    def begin(self, folder: Path): ...
+    def act(self, folder: Path): ...
     def inspect(self, folder: Path) -> State: ...
 
 
@@ -133,14 +133,14 @@ def content(path: Path) -> str | None:
 
 
 class Prepare(Scenario):
-    def __init__(self, to: str, last: str) -> None:
+    def __init__(self, to: str, last: str):
         self.to, self.last = to, last  # the file of the output that is named last
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path):
         lines = (f'{{"id": "d{i}", "text": "line {i % 7} of words\\nline {i}\\nsame"}}' for i in range(30))
         (folder / "in.jsonl").write_text("\n".join(lines))
 
-    def act(self, folder: Path) -> None:
+    def act(self, folder: Path):
         dedup = {"exact": True, "minhash": True, "lines": True}
         recipe = load_recipe(settings={"name": "d", "dedup": dedup, "tokenize": {"tokenizer": "bytes"}})
         prepare_dataset(
@@ -156,16 +156,16 @@ class Prepare(Scenario):
 
 
 class Convert(Scenario):
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str):
         self.options, self.refuses_its_output = options, not options
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path):
         for name, start in (("a", 0), ("b", 7)):
             np.save(folder / f"{name}.npy", np.arange(start, start + 20_000, dtype=np.uint16))
         if self.options:
             self._convert(folder, "b")
 
-    def act(self, folder: Path) -> None:
+    def act(self, folder: Path):
         self._convert(folder, "a", *self.options)
 
     def _convert(self, folder, name, *options):
@@ -184,12 +184,12 @@ class Import(Scenario):
 
     names = ("manifest.json", "slices.parquet", "chunks.sha256", "lengths.zst", "copy")
 
-    def begin(self, folder: Path) -> None:
+    def begin(self, folder: Path):
         for number in range(3):
             tokens = np.arange(100, dtype=np.uint16)
             write_token_slice(folder / f"{number}.safetensors", tokens, np.array([50, 100], np.uint64))
 
-    def act(self, folder: Path) -> None:
+    def act(self, folder: Path):
         import_slices(folder, "name")
         download_large_file(folder, "0.safetensors", folder / "copy")
 
@@ -200,7 +200,7 @@ class Import(Scenario):
 class LedgerEntries(Scenario):
     """Appends until there are five entries; an acknowledged entry must be there."""
 
-    def act(self, folder: Path) -> None:
+    def act(self, folder: Path):
         with Ledger.open(
             folder / "ledger.jsonl", lambda message: hashlib.sha256(message).digest(), now=lambda: 1.0
         ) as ledger:

@@ -17,7 +17,7 @@ ENVIRONMENT = (
 COMMAND = [sys.executable, "-c", ENVIRONMENT, "RANK,WORLD_SIZE,LOCAL_RANK,MASTER_ADDR,FOREBAY_CACHE", *HOSTILE]
 
 
-def program(path: Path, text: str) -> None:
+def program(path: Path, text: str):
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 

@@ -17,7 +17,7 @@ from support.hub_server import HubServer, make_hub
 from support.store import stored
 
 
-def make_repositories(folder: Path) -> None:
+def make_repositories(folder: Path):
     """A vocabulary of bytes has the name gpt2: GPT-2's own takes half a second to load, and 100 times the steps."""
     hub = make_hub(folder)
     (hub / "models/gpt2/tokenizer.json").write_text(byte_tokenizer().to_str())

@@ -52,19 +52,19 @@ def server(folder: Path) -> Iterator[OriginServer]:
 class Run:
     """One run over many starts: its committed steps and its state."""
 
-    def __init__(self, base: Path, url: str) -> None:
+    def __init__(self, base: Path, url: str):
         self.base, self.url = base, url
         self.cache = base / "cache"
         self.starts = 0
         self.begin(0)
 
-    def begin(self, seed: int) -> None:
+    def begin(self, seed: int):
         """Another epoch, with a seed of its own."""
         self.seed = seed
         self.state = None
         self.committed = []
 
-    def start(self, world: int) -> None:
+    def start(self, world: int):
         """Start ranks from the last state that all have reached."""
         self.starts += 1
         self.outs = [self.base / f"{self.starts}-{rank}.jsonl" for rank in range(world)]
@@ -76,7 +76,7 @@ class Run:
             for rank, out in enumerate(self.outs)
         ]  # fmt: skip
 
-    def wait_for_steps(self, out: Path, num_steps: int) -> None:
+    def wait_for_steps(self, out: Path, num_steps: int):
         """Wait until a rank has done so many more steps, or has ended."""
         before = len(read_lines(out))
 
@@ -86,7 +86,7 @@ class Run:
 
         until(is_done)
 
-    def commit(self) -> None:
+    def commit(self):
         """A checkpoint: of the last step that all ranks have done."""
         steps = [read_steps(out) for out in self.outs]
         while all(len(self.committed) in of_rank for of_rank in steps):

@@ -74,7 +74,7 @@ class CuttingProxy:
         rate: Share of the answers that are cut.
     """
 
-    def __init__(self, chance: random.Random, rate: float) -> None:
+    def __init__(self, chance: random.Random, rate: float):
         self.cuts = Counter()
         self.target, self.carried, self.connections = "", 0, 0
         self._chance, self._rate = chance, rate
@@ -82,7 +82,7 @@ class CuttingProxy:
         self.address = f"{HOST}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
+    def close(self):
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -186,7 +186,7 @@ def _work(pipe, stop, node, data_address, cache, scheduler, share):
 class Node:
     """A process of a job, and what it reported."""
 
-    def __init__(self, role: Callable, log: Path, **settings: Any) -> None:
+    def __init__(self, role: Callable, log: Path, **settings: Any):
         self.role, self.log, self.settings = role, log, settings
         self._pipe, theirs = _processes.Pipe(duplex=False)
         self._messages = {}
@@ -207,7 +207,7 @@ class Node:
             raise RuntimeError(f"{self.log.name}: expected its {key}, got {self._messages} (code {self.code})")
         return self._messages[key]
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.join()
 
@@ -215,7 +215,7 @@ class Node:
         """Start the same on what it left."""
         return Node(self.role, self.log, **self.settings)
 
-    def fill_disk(self, is_full: bool) -> None:
+    def fill_disk(self, is_full: bool):
         """From now on let every write to a file fail, or none."""
         hard = resource.RLIM_INFINITY
         with contextlib.suppress(ProcessLookupError):
@@ -260,7 +260,7 @@ class Job:
         faults: What was wrong at its end.
     """
 
-    def __init__(self, folder: Path, plan: Plan, seed: int = 0) -> None:
+    def __init__(self, folder: Path, plan: Plan, seed: int = 0):
         self.folder, self.plan = folder, plan
         self.cuts, self.faults, self.restarts = Counter(), [], 0
         self._chance = random.Random(f"cuts {seed}")

@@ -66,7 +66,7 @@ Message = tuple[str, str, str, Any]  # address, method, path, JSON
 class Attacker:
     """A member's certificate, what it knows of the others, and how often each attack got which answer."""
 
-    def __init__(self, settings: dict) -> None:
+    def __init__(self, settings: dict):
         self.me, self.folder = Identity.load(settings["node"]), Path(settings["folder"])
         self.scheduler = settings["scheduler"]
         self.data, self.dht = settings["data"], settings["dht"]
@@ -81,12 +81,12 @@ class Attacker:
         self.traps = [socket.create_server((HOST, 0)) for _ in range(16)]  # accept, and say nothing
         self._lock, self._attack = threading.Lock(), threading.local()
 
-    def count(self, answer: object, number: int = 1) -> None:
+    def count(self, answer: object, number: int = 1):
         """Count an answer to the attack that this thread runs."""
         with self._lock:
             self.counts.setdefault(self._attack.name, Counter())[str(answer)] += number
 
-    def run(self, name: str, attack: Callable[[Attacker], Any]) -> None:
+    def run(self, name: str, attack: Callable[[Attacker], Any]):
         """Run an attack once; send the messages that it returns."""
         self._attack.name = name
         try:
@@ -115,13 +115,13 @@ class Attacker:
     def leases(self, session: str, want: int = 4) -> list[dict]:
         return (self.ask(*self.exchange(session=session, want=want)) or {"leases": []})["leases"]
 
-    def send(self, address: str, *requests: bytes) -> None:
+    def send(self, address: str, *requests: bytes):
         """Send requests on one connection, one after the other."""
         with connect(self.me, address) as sock:
             for answer in answers(sock, *requests):
                 self.count(answer.status)
 
-    def hold(self, address: str, number: int, first: bytes, drip: bytes = b"") -> None:
+    def hold(self, address: str, number: int, first: bytes, drip: bytes = b""):
         """Open connections that send something and read nothing; send `drip` on each every half second."""
         with contextlib.ExitStack() as stack:
             opened = []
@@ -212,25 +212,25 @@ def powers_of_others(a: Attacker) -> Iterator[Message]:
         yield a.scheduler, "POST", f"/v1/job/{verb}", {}
 
 
-def slow_readers(a: Attacker) -> None:
+def slow_readers(a: Attacker):
     """All connections of a certificate ask for slices and small files, and read nothing."""
     table = request("GET", f"/v1/datasets/{a.dataset_id}/slices.parquet") * 16
     a.hold(a.data, 64, table + b"".join(request("GET", f"/v1/slices/{sha256}") for sha256 in a.hashes[:8]))
 
 
-def idle_connections(a: Attacker) -> None:
+def idle_connections(a: Attacker):
     """As many connections as it gets rest."""
     a.hold(a.data, 70, b"")
     a.hold(a.scheduler, 200, b"")
 
 
-def slow_heads(a: Attacker) -> None:
+def slow_heads(a: Attacker):
     """Heads and bodies come a byte at a time."""
     a.hold(a.data, 30, b"GET /v1/claims HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"x")
     a.hold(a.scheduler, 60, b"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n", b" ")
 
 
-def half_closed(a: Attacker) -> None:
+def half_closed(a: Attacker):
     """Requests end halfway."""
     for address in a.both * 8:
         with connect(a.me, address) as sock, contextlib.suppress(OSError):
@@ -239,7 +239,7 @@ def half_closed(a: Attacker) -> None:
             a.count(len(sock.recv(100)) > 0)
 
 
-def endless(a: Attacker) -> None:
+def endless(a: Attacker):
     """Blank lines, heads, bodies, extensions of chunks and trailers without end."""
     chunked = b"POST /v2/exchange HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunks = chunked, b"3e8\r\n" + b"x" * 1000 + b"\r\n"
@@ -255,13 +255,13 @@ def endless(a: Attacker) -> None:
         a.send(address, b"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
 
 
-def hashes_on_request(a: Attacker) -> None:
+def hashes_on_request(a: Attacker):
     """The hashes of a slice in chunks of sizes that it has not."""
     paths = [f"/v1/slices/{a.hashes[0]}/chunks?chunk_bytes={size}" for size in range(4096, 65_536, 997)]
     a.send(a.data, *(request("GET", path) for path in paths))
 
 
-def hang_ups(a: Attacker) -> None:
+def hang_ups(a: Attacker):
     """Slices are asked for, and the connection ends."""
     for sha256 in a.hashes[:32]:
         with connect(a.me, a.data) as sock:
@@ -269,7 +269,7 @@ def hang_ups(a: Attacker) -> None:
     a.count("asked", 32)
 
 
-def garbage(a: Attacker) -> None:
+def garbage(a: Attacker):
     """Line ends in paths and keys; a megabyte of JSON of the wrong form; CRLs of no issuer and of another network."""
     injected = "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
     paths = (f"/v1/datasets/{a.dataset_id}/{injected}", f"/v1/slices/{injected}", "/../../etc/passwd", "/v1/..%2f")
@@ -284,14 +284,14 @@ def garbage(a: Attacker) -> None:
             a.send(address, f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
-def keys_of_others(a: Attacker) -> None:
+def keys_of_others(a: Attacker):
     """Idempotency-Keys that others may have used, and more of them than are kept."""
     keys = ["k", "0" * 16, "1", "x" * 65, *(f"{i:016x}" for i in range(200))]
     for address, _, path, _ in (a.exchange(), a.swarm()):
         a.send(address, *(request("POST", path, {}, Idempotency_Key=key) for key in keys))
 
 
-def flood(a: Attacker) -> None:
+def flood(a: Attacker):
     """As many requests as go over one connection, sixteen at a time."""
     with connect(a.me, a.scheduler) as sock:
         for _ in range(200):
@@ -300,7 +300,7 @@ def flood(a: Attacker) -> None:
                 a.count(answer.status)
 
 
-def strangers(a: Attacker) -> None:
+def strangers(a: Attacker):
     """No TLS, TLS 1.2, and the certificate of another network."""
     old = a.me.client_context()
     old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -313,7 +313,7 @@ def strangers(a: Attacker) -> None:
                     assert b"HTTP" not in sock.recv(1000)
 
 
-def hoard(a: Attacker) -> None:
+def hoard(a: Attacker):
     """Half of the leases that it gets are held, declared up to their ends and not used: none may be cut."""
     stops = {}
     while not a.stop.wait(1.0):
@@ -322,7 +322,7 @@ def hoard(a: Attacker) -> None:
             stops |= {lease["lease_id"]: lease["stop"] for lease in answer["leases"]}
 
 
-def false_provider(a: Attacker) -> None:
+def false_provider(a: Attacker):
     """A sharer announces all slices, and sends wrong bytes, half answers, redirects, or nothing."""
     chance, size = random.Random(0), 2 * SLICE_TOKENS
 
@@ -344,7 +344,7 @@ def false_provider(a: Attacker) -> None:
             a.ask(*a.swarm(address=peer.address, have=a.everything))
 
 
-def handshakes(a: Attacker) -> None:
+def handshakes(a: Attacker):
     """A stranger begins handshakes and goes, some hundred a second."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -359,7 +359,7 @@ def handshakes(a: Attacker) -> None:
         a.count("handshakes", 8)
 
 
-def announcements(a: Attacker) -> None:
+def announcements(a: Attacker):
     """A stranger announces false addresses under the keys by which nodes find each other."""
     lt, names = libtorrent, [("dataset", NAME), ("scheduler", NAME), ("revocations", "")]
     keys = [record_key(a.me.network_id, *name) for name in names]
@@ -387,7 +387,7 @@ ATTACKS = [
 ]  # fmt: skip
 
 
-def attack(settings: dict) -> None:
+def attack(settings: dict):
     """Attack until standard input ends, then print what was answered."""
     os.nice(10)
     a, turns, lock = Attacker(settings), 0, threading.Lock()

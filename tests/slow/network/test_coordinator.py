@@ -37,13 +37,13 @@ def coordinator(start: Start, *flags: object, listen: str = "127.0.0.1:0") -> tu
 class Workers:
     """Workers that one process forks, which has PyTorch in memory; what each printed, in the order of their start."""
 
-    def __init__(self, stack: ExitStack, address: str, **settings: Any) -> None:
+    def __init__(self, stack: ExitStack, address: str, **settings: Any):
         self.process = Process(TESTS / "support" / "distributed_workers.py", address, OMP_NUM_THREADS="1")
         stack.callback(self.process.end)
         self.settings = settings
         self.names = []
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str):
         self.process.popen.stdin.write(json.dumps({"name": name, **self.settings}) + "\n")
         self.process.popen.stdin.flush()
         self.names.append(name)
@@ -66,7 +66,7 @@ def polling(address: str) -> str:
     return "".join(sorted(m["worker_id"] for m in get(address, "/v1/status")["members"] if m["seen_s"] == 0))
 
 
-def join_all(*members: Membership) -> None:
+def join_all(*members: Membership):
     """Join at the same time, as each waits for the others."""
     threads = [threading.Thread(target=member.join) for member in members]
     for thread in threads:

@@ -127,7 +127,7 @@ def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
     wait_for(lambda: {"text": get(f"{url}metrics")[2].decode()}, lambda view: all(n in view["text"] for n in names))
 
 
-def check_page(browser: Browser, url: str, name: str, selector: str, act: Callable[[], Collection[str]]) -> None:
+def check_page(browser: Browser, url: str, name: str, selector: str, act: Callable[[], Collection[str]]):
     """At every width and theme: the texts that `act` returns, no error, nothing to scroll, nothing for axe-core."""
     for theme in THEMES:
         for size, width in WIDTHS.items():

@@ -28,7 +28,7 @@ def machine(tmp_path) -> Iterator[Machine]:
         yield result
 
 
-def write_texts(directory: Path) -> None:
+def write_texts(directory: Path):
     directory.mkdir()
     for i in range(40):
         (directory / f"{i}.txt").write_text(f"Text {i} of the mill race that turns the wheel. " * 60)
@@ -115,7 +115,7 @@ def documents(directory: Path) -> list[dict]:
 class Cluster:
     """Pods of Deployments, StatefulSets and Jobs; services of one pod each."""
 
-    def __init__(self, machine: Machine, resources: list[dict], datasets: Path) -> None:
+    def __init__(self, machine: Machine, resources: list[dict], datasets: Path):
         self.machine, self.resources, self.datasets = machine, resources, datasets
         self.secrets = {r["metadata"]["name"]: r["data"] for r in resources if r["kind"] == "Secret"}
         self.services = [r["metadata"]["name"] for r in resources if r["kind"] == "Service"]

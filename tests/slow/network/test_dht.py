@@ -49,7 +49,7 @@ def nodes(start: Start) -> list[LibtorrentDht]:
     return [first, *(start(first) for _ in range(5))]
 
 
-def until_found(node: LibtorrentDht, *ports: int) -> None:
+def until_found(node: LibtorrentDht, *ports: int):
     """Wait until a node finds exactly these ports."""
     until(lambda: set(node.find(KEY, 2.0)) == {(HOST, port) for port in ports})
 
@@ -146,7 +146,7 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(tmp_
         until(is_found)
 
 
-def forge(node: LibtorrentDht, key: bytes, ports: range, host: str = HOST) -> None:
+def forge(node: LibtorrentDht, key: bytes, ports: range, host: str = HOST):
     """Announce many ports of a host to a node, as any stranger may who can send it a packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind((host, 0))

@@ -79,7 +79,7 @@ def test_servers_answer_as_their_documents_say(network: Running, name: str, num_
     assert len(messages) == num_messages
 
 
-def check_bounds(name: str, schemas: dict, seen: set[str]) -> None:
+def check_bounds(name: str, schemas: dict, seen: set[str]):
     """No further fields; strings, lists and maps of a message have a largest size."""
     if name in seen:
         return

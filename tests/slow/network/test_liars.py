@@ -48,7 +48,7 @@ def dataset(tmp_path_factory) -> Dataset:
 
 
 @pytest.fixture
-def patient(monkeypatch) -> None:
+def patient(monkeypatch):
     """All are heard, however late they answer."""
     for name in ("ASK_TIMEOUT_S", "ANSWER_AFTER_GOOD_S"):
         monkeypatch.setattr(discovery, name, 60.0)

@@ -152,7 +152,7 @@ def loaders(network: Network, scheduler: str) -> dict:
     return result
 
 
-def consume(loader: Any, stop: threading.Event) -> None:
+def consume(loader: Any, stop: threading.Event):
     while not stop.is_set():
         for _ in loader:
             if stop.wait(0.01):

@@ -51,7 +51,7 @@ def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path, stack: ExitSta
     network.assert_used_once(SAMPLES)
 
 
-def use_all(worker: ExchangeClient, leases: list[dict]) -> None:
+def use_all(worker: ExchangeClient, leases: list[dict]):
     """Use leases, and then one after the other until the job is done."""
     answer = {"leases": leases, "done": False}
     while not answer["done"]:

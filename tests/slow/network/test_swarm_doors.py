@@ -68,7 +68,7 @@ def member(world: Path, name: str, node: DataNode, fetcher: RunFetcher, share: b
         yield joined, fetcher, folder
 
 
-def take_all(member: Member, out: Path) -> None:
+def take_all(member: Member, out: Path):
     joined, fetcher, folder = member
     out.mkdir()
     for index in range(SLICES):

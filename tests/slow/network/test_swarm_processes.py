@@ -45,14 +45,14 @@ print(json.dumps({"verified": verified, **figures}), flush=True)
 class SwarmOfProcesses:
     """A data node and members that mirror its dataset."""
 
-    def __init__(self, folder: Path, num_members: int, source: str) -> None:
+    def __init__(self, folder: Path, num_members: int, source: str):
         names = [f"member{i}" for i in range(num_members)]
         make_network(folder, ["data", *names], [])
         self.node = Process("-c", NODE, folder / "data", source)
         address = self.node.ready()["address"]
         self.members = [Process("-c", MEMBER, folder / name, address, folder / f"out-{name}") for name in names]
 
-    def begin(self) -> None:
+    def begin(self):
         for member in self.members:
             member.ready("began")
         for member in self.members:
@@ -65,7 +65,7 @@ class SwarmOfProcesses:
         assert all(report["verified"] for report in reports), reports
         return sum(report["from_origins"] for report in reports)
 
-    def close(self) -> None:
+    def close(self):
         for process in (*self.members, self.node):
             process.end()
 

@@ -11,7 +11,7 @@ from support.views import view
 from support.waiting import until
 
 
-def write_until_killed(folder: Path) -> None:
+def write_until_killed(folder: Path):
     record = RunRecord(folder, interval_s=0.0, max_bytes=50_000)
     for number in range(10_000_000):
         record.add(view(float(number)))

@@ -28,7 +28,7 @@ def streaming() -> Any:
     return importlib.import_module("streaming")
 
 
-def write_mds(out: Path) -> None:
+def write_mds(out: Path):
     library = streaming()
     for name, encoding, compression in [("mds_u16", "uint16", None), ("mds_i64_zstd", "int64", "zstd:3")]:
         settings = {"compression": compression, "hashes": ["sha1"], "size_limit": 900}
@@ -37,14 +37,14 @@ def write_mds(out: Path) -> None:
                 writer.write({"tokens": document.astype(encoding)})
 
 
-def write_arrow(out: Path) -> None:
+def write_arrow(out: Path):
     from datasets import Dataset
 
     rows = Dataset.from_dict({"input_ids": [document.tolist() for document in DOCUMENTS]})
     rows.save_to_disk(str(out / "arrow_i64"), num_shards=2)
 
 
-def write_litdata(out: Path) -> None:
+def write_litdata(out: Path):
     from litdata.streaming.item_loader import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 

@@ -58,7 +58,7 @@ def make_texts(chance: random.Random, pieces: list[str] = PIECES) -> Texts:
     return [text() for _ in range(chance.choice([0, 1, 2, 7, 30]))]
 
 
-def write(path: Path, data: bytes, chance: random.Random, packs: Iterable[str] = PACK) -> None:
+def write(path: Path, data: bytes, chance: random.Random, packs: Iterable[str] = PACK):
     """Write a file, compressed in one or in several members."""
     ending = chance.choice(list(packs))
     cut = chance.randrange(len(data) + 1) if chance.random() < 0.5 else len(data)
@@ -104,7 +104,7 @@ def table(chance: random.Random) -> pa.Table:
     return pa.table({"id": range(len(texts)), "text": column, "tags": tags})
 
 
-def write_parts(writer: Any, rows: pa.Table) -> None:
+def write_parts(writer: Any, rows: pa.Table):
     """Write the rows in groups, of which some are empty."""
     for start in range(0, len(rows) + 1, 5):
         writer.write_table(rows.slice(start, 5))

@@ -41,7 +41,7 @@ def lists(seed: int) -> list:
     return [rng.integers(0, 50_000, int(n), dtype=np.uint16) for n in rng.integers(0, 2000, ROWS)]
 
 
-def make_repos(hub: Path) -> None:
+def make_repos(hub: Path):
     """The same kinds of shards as on the hub: tokens with ids of samples, Parquet and JSONL of tokens, text."""
     for index in range(NUM_FILES):
         number, rows = f"{index:05d}", lists(index)
@@ -132,7 +132,7 @@ def world(repos: Path, tmp_path) -> Iterator[World]:
 class Peak:
     """The most bytes on disk, looked up every 20 ms; `check` is called as often."""
 
-    def __init__(self, world: World, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, world: World, check: Callable[[], None] = lambda: None):
         self.bytes, self._world, self._check, self._stop = 0, world, check, threading.Event()
         self._thread = threading.Thread(target=self._poll)
 
@@ -145,7 +145,7 @@ class Peak:
         self._thread.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc: object):
         self._stop.set()
         self._thread.join()
 

@@ -30,7 +30,7 @@ class Piece:
 class OddError(Exception):
     """An error that cannot be unpickled: its arguments are not those of its constructor."""
 
-    def __init__(self, a: int, b: int) -> None:
+    def __init__(self, a: int, b: int):
         super().__init__(f"{a} is not {b}")
 
 

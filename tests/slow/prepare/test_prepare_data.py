@@ -84,7 +84,7 @@ def files(kind: str) -> list[Path]:
     return [p for p in all_files(root) if any(fnmatch(p.relative_to(root).as_posix(), name) for name in names)]
 
 
-def check(out: Path, reported: dict[Path, Reported], **settings: Any) -> None:
+def check(out: Path, reported: dict[Path, Reported], **settings: Any):
     """Prepare these files in one run; all that the run says of them is what the independent readers say."""
     recipe = load_recipe(settings={"max_error_rate": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
     ids = out.parent / f"{out.name}.ids"

@@ -50,7 +50,7 @@ def expected(base: Path) -> Expected:
     return result, created | {".ids": hashes(base)["one.ids"]}
 
 
-def check(out: Path, result: str, expected: Expected) -> None:
+def check(out: Path, result: str, expected: Expected):
     created = hashes(out) | {".ids": hashes(out.parent)[f"{out.name}.ids"]}
     assert {name for name in expected[1] | created if created.get(name) != expected[1].get(name)} == set()
     assert result == expected[0]

@@ -23,7 +23,7 @@ from support.preparing import prepare, read_lines, write_jsonl
 DOCUMENTS = 300
 
 
-def attack(what: str) -> None:
+def attack(what: str):
     if what == "abort":
         os.abort()
     if what == "memory error":
@@ -40,7 +40,7 @@ def attack(what: str) -> None:
 
 
 @pytest.fixture
-def hostile(monkeypatch) -> None:
+def hostile(monkeypatch):
     """The stage `length`, which does what a document says."""
     plain = Length.apply
 
@@ -88,7 +88,7 @@ def test_only_the_document_is_rejected(tmp_path, what: str, reason: str):
     assert rejects[0]["text"] == f"{what}!"
 
 
-def abort_over_second(split: InputSplit) -> None:
+def abort_over_second(split: InputSplit):
     if split.files[0].name == "1.parquet":
         os.abort()
 

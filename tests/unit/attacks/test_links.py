@@ -46,7 +46,7 @@ def data(tmp_path, original: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "data"))
 
 
-def make_link(data: Path, name: str, content: bytes | None = None) -> None:
+def make_link(data: Path, name: str, content: bytes | None = None):
     """Replace a file, or the directory above it, by a link to one elsewhere: with the same bytes, or others."""
     secret = data.parent / "home" / name
     secret.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def test_a_link_in_data_of_another_tool_is_not_followed(data: Path, tmp_path, to
 
 
 class Served:
-    def __init__(self, data: Path, tmp_path: Path, stack: ExitStack) -> None:
+    def __init__(self, data: Path, tmp_path: Path, stack: ExitStack):
         network = Network(tmp_path / "network", stack, "thief")
         self.dataset = open_dataset(data)
         self.node, self.client = network.serve(self.dataset), network.client("thief")

@@ -13,7 +13,7 @@ from support.store import stored
 Printed = pytest.CaptureFixture[str]
 
 
-def write_corpus(folder: Path) -> None:
+def write_corpus(folder: Path):
     rows = [{"id": f"d{i}", "text": f"Document {i}. " + "mill race " * 40} for i in range(60)]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -46,7 +46,7 @@ def report(capsys: Printed, *arguments: object, code: int = 0) -> dict:
     return result
 
 
-def assert_one_line(capsys: Printed, arguments: list[object], *words: str) -> None:
+def assert_one_line(capsys: Printed, arguments: list[object], *words: str):
     """The command fails with one line of error that has these words."""
     assert forebay(*arguments) != 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("forebay: ")]

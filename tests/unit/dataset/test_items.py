@@ -17,7 +17,7 @@ from support.store import stored
 TEXTS = ["The mill stands by the river.", "A race feeds <b>the</b> wheel.", "Grain goes in, flour comes out."] * 150
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     lines = (json.dumps({"id": f"d{i}", "text": f"{i}: {text}"}) + "\n" for i, text in enumerate(TEXTS))
     (folder / "in.jsonl").write_text("".join(lines))
     prepare_dataset(

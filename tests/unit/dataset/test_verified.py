@@ -34,7 +34,7 @@ def hashed(monkeypatch) -> list[str]:
     return names
 
 
-def flip(path: Path, keep_times: bool = False) -> None:
+def flip(path: Path, keep_times: bool = False):
     before = path.stat()
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
@@ -43,7 +43,7 @@ def flip(path: Path, keep_times: bool = False) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def read_all(path: Path) -> None:
+def read_all(path: Path):
     dataset = open_dataset(path)
     for index in range(dataset.num_slices):
         dataset.open_slice(index)

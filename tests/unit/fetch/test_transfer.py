@@ -41,7 +41,7 @@ def slice_info(data: bytes, name: str = "slice") -> SliceInfo:
 class Several(Origin):
     """Several origins as one; `named` gets the URLs of those that broke the protocol."""
 
-    def __init__(self, origins: Sequence[Origin], named: list[str] | None = None) -> None:
+    def __init__(self, origins: Sequence[Origin], named: list[str] | None = None):
         self.origins, self.named, self.url = origins, named, "several"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
@@ -260,7 +260,7 @@ def test_close(server: OriginServer, tmp_path):
 class Fake(Origin):
     """An origin made of a function."""
 
-    def __init__(self, url: str, read: Pieces) -> None:
+    def __init__(self, url: str, read: Pieces):
         self.url, self._read = url, read
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:

@@ -64,7 +64,7 @@ def changed_index(folder: Path) -> Iterator[dict]:
     path.write_text(json.dumps(content))
 
 
-def pack_shard(folder: Path, shard: dict, compression: str, pack: Callable[[bytes], bytes]) -> None:
+def pack_shard(folder: Path, shard: dict, compression: str, pack: Callable[[bytes], bytes]):
     """Replace a shard of MDS by a packed one."""
     raw = folder / shard["raw_data"]["basename"]
     packed = raw.with_name(f"{raw.name}.{compression}")

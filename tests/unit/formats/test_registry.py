@@ -35,7 +35,7 @@ def installed(tmp_path, monkeypatch) -> Iterator[Path]:
     sys.modules.pop("markdown_format", None)
 
 
-def install(site: Path, *lines: str) -> None:
+def install(site: Path, *lines: str):
     for i, line in enumerate(lines):
         info = site / f"package{i}-1.0.dist-info"
         info.mkdir(parents=True)

@@ -39,7 +39,7 @@ TABLE = table_of(SHA256, len(CONTENT))
 class Node:
     """A provider whose faults are set from outside; records the ranges that were requested."""
 
-    def __init__(self, identity: Identity, file: Path, is_origin: bool) -> None:
+    def __init__(self, identity: Identity, file: Path, is_origin: bool):
         self.file = file
         self.response = None
         self.gate = threading.Event()
@@ -100,7 +100,7 @@ def lease(worker: FetchingWorker, *nodes: Node, lease_id: str = "1") -> ActiveLe
     return worker.lease([node.provider() for node in nodes], lease_id)
 
 
-def lose_all(worker: FetchingWorker) -> None:
+def lose_all(worker: FetchingWorker):
     """Let the scheduler answer that no lease is the worker's any more."""
     request = worker.leases.request(time.monotonic())
     worker.leases.receive(request, answer(lost=list(request.known_leases or ())), time.monotonic())
@@ -129,7 +129,7 @@ def test_changes_of_the_cache_are_reported_once(worker: FetchingWorker, make_nod
     assert index.changes() == {DATASET: ""}
 
 
-def spoil(node: Node, fault: str) -> None:
+def spoil(node: Node, fault: str):
     match fault:
         case "wrong byte":
             node.file.write_bytes(CONTENT[:123_456] + b"x" + CONTENT[123_457:])

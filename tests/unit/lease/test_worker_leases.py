@@ -16,7 +16,7 @@ from support.lease_worker import BATCH, DATASET, RECEIPT_S, Worker
 
 
 class World:
-    def __init__(self, seed: int, sizes: list[int], epochs: int, renewal: float = 0.0) -> None:
+    def __init__(self, seed: int, sizes: list[int], epochs: int, renewal: float = 0.0):
         self.renewal = renewal  # The chance that another attempt is a new request, and not the same again.
         self.chance = random.Random(seed)
         self.now = 0.0
@@ -27,12 +27,12 @@ class World:
         self.recorded = Counter()
         self.cuts = 0
 
-    def expire(self) -> None:
+    def expire(self):
         """Announce the origin and forget silent workers, as a scheduler does every second or so."""
         self.core.add_origins([Provider("origin", "a:1", True)], self.now)
         self.core.expire(self.now)
 
-    def carry(self, worker: Worker) -> None:
+    def carry(self, worker: Worker):
         """One attempt: it may be lost on its way or on the way back, and may come again, late."""
         request = worker.next_request()
         if self.chance.random() < 0.2:

@@ -15,7 +15,7 @@ from forebay.ledger.writer import Ledger
 from support.ledgers import sign, write_job
 
 
-def write(path: Path, samples: list[int], uses: list[tuple[int, ...]]) -> None:
+def write(path: Path, samples: list[int], uses: list[tuple[int, ...]]):
     write_job(path, [Used("l", *use, step) for step, use in enumerate(uses)], samples, per_entry=1)
 
 

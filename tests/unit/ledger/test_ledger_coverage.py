@@ -23,7 +23,7 @@ from support.ledgers import KEY, WORKER, WORKER_KEY, certificate_of, certify, si
 from support.paths import GOLDEN
 
 
-def append(path: Path, *entries: tuple[str, dict]) -> None:
+def append(path: Path, *entries: tuple[str, dict]):
     with Ledger.open(path, sign, now=lambda: 6.0) as ledger:
         for kind, body in entries:
             ledger.append(kind, body, sync=False)

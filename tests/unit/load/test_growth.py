@@ -28,7 +28,7 @@ from support.store import stored
 SEQ_LEN = 64
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path):
     """Prepare a dataset, one that extends it, and one that extends that."""
     parent = None
     for number, count in enumerate((30, 9, 14)):

@@ -17,7 +17,7 @@ class FakeJax(ModuleType):
 
     numpy = SimpleNamespace(bfloat16=np.float16)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("jax")
         self.sharding = SimpleNamespace(Sharding=object)
 

@@ -34,7 +34,7 @@ ONE_BY_ONE = {
 }  # fmt: skip
 
 
-def write(folder: Path) -> None:
+def write(folder: Path):
     make_dataset(folder / "data", SLICES, SAMPLES, SEQ_LEN)
 
 
@@ -67,7 +67,7 @@ def fetched_names(server: OriginServer) -> list[str]:
     return [name for name in server.bytes_sent if "safetensors" in name]
 
 
-def damage(kind: str, path: Path, other: Path) -> None:
+def damage(kind: str, path: Path, other: Path):
     data = path.read_bytes()
     match kind:
         case "flipped":

@@ -33,23 +33,23 @@ STEPS = 25  # Of an epoch: 97 samples.
 class HelperThread:
     """A helper that runs in a thread, whose name is the number of its socket, instead of in a process."""
 
-    def __init__(self, command: list[str], pass_fds: list[int], env: dict[str, str]) -> None:
+    def __init__(self, command: list[str], pass_fds: list[int], env: dict[str, str]):
         self.pid = os.dup(pass_fds[0])
         self._thread = threading.Thread(target=helpers.main, name=str(self.pid), daemon=True)
         self._thread.start()
 
-    def terminate(self) -> None:
+    def terminate(self):
         """Its connection is closed: it ends."""
 
-    def poll(self) -> None:
+    def poll(self):
         """It has no exit code."""
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None = None):
         self._thread.join(timeout)
 
 
 @pytest.fixture(autouse=True)
-def helpers_in_threads(monkeypatch) -> None:
+def helpers_in_threads(monkeypatch):
     """Real processes: tests/slow/load/test_torch_helpers.py."""
 
     class System:
@@ -74,7 +74,7 @@ def read_plain(data: Path, epochs: int, **arguments: Any) -> list[dict]:
     return [{"inputs": b.inputs.copy(), "labels": b.labels.copy(), "ids": b.sample_ids.tolist()} for b in batches]
 
 
-def check(batch: Any, expected: dict) -> None:
+def check(batch: Any, expected: dict):
     assert isinstance(batch, TokenBatch) and batch.sample_ids.tolist() == expected["ids"]
     assert batch.inputs.dtype == torch.int64 and isinstance(batch.sample_ids, np.ndarray)
     assert torch.equal(batch.inputs, torch.from_numpy(expected["inputs"]))
@@ -211,7 +211,7 @@ def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch):
 class FakeCuda:
     """Streams and events of a device that is the CPU, which record the calls."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.calls = []
         fake = self
 

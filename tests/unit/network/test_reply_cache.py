@@ -20,7 +20,7 @@ from support.wire import Answer, request_bytes
 class Counting:
     """Answers with the number of the request; `/held` waits at a gate, others end as their name says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num = itertools.count(1)
         self.gate = asyncio.Event()
         self.fails = True
@@ -115,11 +115,11 @@ def test_a_body_that_broke_off_is_no_first_answer(server: MemoryServer):
 class App:
     """Counts how often it ran and what ran at the same time; its answers are taken from a list."""
 
-    def __init__(self, *statuses: int, num_bytes: int = 10) -> None:
+    def __init__(self, *statuses: int, num_bytes: int = 10):
         self.statuses, self.num_bytes = list(statuses), num_bytes
         self.num_calls = self.num_running = self.most_running = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send):
         self.num_calls += 1
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)

@@ -27,7 +27,7 @@ from support.waiting import until
 class Clock:
     """Of the watch alone: certificates are issued at the real time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.later_s = 0.0
         clocks = {name: lambda name=name: getattr(time, name)() + self.later_s for name in ("time", "monotonic")}
         monkeypatch.setattr(revocation_sync, "time", SimpleNamespace(**clocks))

@@ -33,7 +33,7 @@ CONTENT = (bytes(range(251)) * (SIZE // 251 + 1))[:SIZE]
 class Handler:
     """A few routes, a gate that holds a request, and a record of who sent them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.folder = folder
         self.peers, self.sent = [], []  # `sent`: each peer and number of bytes that the server counts
         self.entered = threading.Semaphore(0)
@@ -57,7 +57,7 @@ class Handler:
 
 
 @pytest.fixture(autouse=True)
-def patient_close(monkeypatch) -> None:
+def patient_close(monkeypatch):
     monkeypatch.setattr("forebay.network.server.THREAD_JOIN_S", 3600.0)
 
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 class World:
     """A server, and the requests that its handler got."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path):
         self.requests = []
         self.file = folder / "file"
         self.file.write_bytes(bytes(1000))
@@ -51,7 +51,7 @@ class World:
         self.requests[:] = [("", path, b"") for path in paths]
         return answers
 
-    def check(self, connection: MemoryConnection) -> None:
+    def check(self, connection: MemoryConnection):
         connection.hang_up()
         assert self.server.ask("POST", "/json", {"n": 1}, "member").json()["got"] == {"n": 1}
         assert self.server.server.num_connections == 0 and self.server.core.requests.num_active == 0

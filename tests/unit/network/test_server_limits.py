@@ -23,7 +23,7 @@ LARGE = 1 << 20
 class Handler:
     """`/held` waits for a gate, `/file` and `/memory` send 4 MiB, `/large` a megabyte of JSON, all else is echoed."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path):
         self.file = file
         self.gate = asyncio.Event()
         self.charged, self.quota = 0, LARGE << 10

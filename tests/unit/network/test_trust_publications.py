@@ -143,7 +143,7 @@ def test_signing_again_makes_a_later_version(dataset: Path, make_identity):
 class Served(Client):
     """A client whose peers hand out what was signed here."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity):
         super().__init__(identity)
         self.signed = {}
 

@@ -146,7 +146,7 @@ def test_all_tables_say_the_same(job: Job, tmp_path):
         export_uses(index, tmp_path / "x", "xls")
 
 
-def write_roster(directory: Path, rows: list[Stepped]) -> None:
+def write_roster(directory: Path, rows: list[Stepped]):
     places = (RankSlot("w0", "s0"), RankSlot("w1", "s1"))
     roster = RunStore(directory)
     state, _ = roster.load(Rules(), {}, 0.0, "run")

@@ -6,5 +6,5 @@ from support.preparing import stay_in_process
 
 
 @pytest.fixture(autouse=True)
-def in_process(monkeypatch) -> None:
+def in_process(monkeypatch):
     stay_in_process(monkeypatch)

@@ -42,7 +42,7 @@ class Server:
 
     monotonic = time
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.now += seconds
 
     def page(self, index: int) -> bytes:

@@ -43,7 +43,7 @@ def grow(inputs: Path, out: Path, extend: Path | None = None, ids: bool = False,
     return prepare(inputs, out, tokenizer=None, extend=extend, document_ids=ids, settings=settings)
 
 
-def make_parent(folder: Path) -> None:
+def make_parent(folder: Path):
     write_texts(folder / "first", 0, 40)
     write_texts(folder / "second", 40, 30)
     grow(folder / "first", folder / "old")

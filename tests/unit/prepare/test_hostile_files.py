@@ -17,7 +17,7 @@ from support.preparing import read_records as records
 MIB = 1 << 20
 
 
-def write_ipc(path: Path, batch: pa.RecordBatch, stream: bool = False, count: int = 1) -> None:
+def write_ipc(path: Path, batch: pa.RecordBatch, stream: bool = False, count: int = 1):
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     opened = pa.ipc.new_stream if stream else pa.ipc.new_file
     with opened(path, batch.schema, options=options) as writer:

@@ -142,7 +142,7 @@ def member(folder: Path, name: str) -> ProgressRecord:
     return record
 
 
-def report(record: ProgressRecord, result_of: str, done: int) -> None:
+def report(record: ProgressRecord, result_of: str, done: int):
     """Report a result of some bytes; a document has two of them."""
     record.result_of = result_of
     if result_of == "task":

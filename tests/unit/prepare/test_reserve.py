@@ -21,7 +21,7 @@ class Clock(SimpleNamespace):
     def monotonic(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         self.now += seconds
         self.on_sleep()
 

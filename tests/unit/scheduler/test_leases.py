@@ -22,7 +22,7 @@ def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0) -> A
     return None if part is None else leases.grant(lease_id, (worker, ""), part, now)
 
 
-def set_cached(leases: LeaseTable, session: WorkerSession, slices: list[int]) -> None:
+def set_cached(leases: LeaseTable, session: WorkerSession, slices: list[int]):
     session.cached = leases.free.replace_cached(session.cached, np.array(slices))
 
 

@@ -35,7 +35,7 @@ class Churn(RuleBasedStateMachine):
         samples=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
         epochs=st.integers(1, 2),
     )
-    def begin(self, samples: list[int], epochs: int) -> None:
+    def begin(self, samples: list[int], epochs: int):
         self.spec = spec(samples, epochs=epochs, max_failures=2)
         self.core = SchedulerCore(self.spec)
         self.now = 0.0
@@ -45,7 +45,7 @@ class Churn(RuleBasedStateMachine):
         self.chance, self.renewal = random.Random(0), 0.5
         self.counts = {}
 
-    def keep(self, happened: list[Event]) -> None:
+    def keep(self, happened: list[Event]):
         self.events += happened
         for event in happened:
             if isinstance(event, events.UsesRecorded):
@@ -66,7 +66,7 @@ class Churn(RuleBasedStateMachine):
         num_ahead=st.integers(0, 3),
         fate=st.sampled_from(["answered", "answered", "answered", "unanswered", "twice"]),
     )
-    def exchange_once(self, name: str, trained: int, num_ahead: int, fate: str) -> None:
+    def exchange_once(self, name: str, trained: int, num_ahead: int, fate: str):
         worker = self.workers[name]
         for _ in range(trained):
             worker.work()
@@ -79,12 +79,12 @@ class Churn(RuleBasedStateMachine):
             worker.receive(reply)
 
     @rule(name=st.sampled_from(WORKERS))
-    def crash(self, name: str) -> None:
+    def crash(self, name: str):
         self.salts += 1
         self.workers[name] = Worker(f"{name}{self.salts}", self)
 
     @rule(name=st.sampled_from(WORKERS), how=st.sampled_from(["release", "fail"]))
-    def give_up(self, name: str, how: str) -> None:
+    def give_up(self, name: str, how: str):
         worker = self.workers[name]
         for lease in worker.leases.leases:
             if how == "fail":
@@ -93,7 +93,7 @@ class Churn(RuleBasedStateMachine):
         self.exchange_once(name, 0, 0, "answered")
 
     @rule(name=st.sampled_from(WORKERS), lease=st.integers(0, 40), start=st.integers(0, 7), declared=st.integers(0, 9))
-    def lie(self, name: str, lease: int, start: int, declared: int) -> None:
+    def lie(self, name: str, lease: int, start: int, declared: int):
         """Somebody else's lease, made up uses, declarations for what it does not have."""
         lease_id = f"{lease:x}"
         live = {x.lease_id: x.worker for x in self.core.table.leases.values()}
@@ -107,16 +107,16 @@ class Churn(RuleBasedStateMachine):
         assert {(x.lease_id, x.worker) for x in self.core.table.leases.values()} == before
 
     @rule(seconds=st.floats(0.0, 30.0))
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds: float):
         self.now += seconds
         self.keep(self.core.expire(self.now))
 
     @rule(verb=st.sampled_from(["pause", "resume", "readmit"]))
-    def administer(self, verb: str) -> None:
+    def administer(self, verb: str):
         self.keep(self.core.readmit() if verb == "readmit" else self.core.pause(verb == "pause"))
 
     @rule(by_snapshot=st.booleans())
-    def restart(self, by_snapshot: bool) -> None:
+    def restart(self, by_snapshot: bool):
         """From a snapshot, or from all that ever happened, by way of the bytes that a journal keeps."""
         self.salts += 1
         again = SchedulerCore(self.spec, salt=f"s{self.salts}-")
@@ -130,7 +130,7 @@ class Churn(RuleBasedStateMachine):
         self.core = again
 
     @invariant()
-    def every_sample_is_in_one_place(self) -> None:
+    def every_sample_is_in_one_place(self):
         for table in (self.core.table,) if hasattr(self, "core") else ():
             if table.done:
                 continue
@@ -147,7 +147,7 @@ class Churn(RuleBasedStateMachine):
             assert places.max() <= 1 and places.sum() == table.num_samples
             assert table.leased == sum(stop - start for _, start, stop in current)
 
-    def teardown(self) -> None:
+    def teardown(self):
         """However it stands, one more worker finishes the job."""
         if not hasattr(self, "core"):
             return

@@ -57,7 +57,7 @@ def origin(request, server: OriginServer, monkeypatch) -> Origin:
     return open_origin("hf://datasets/me/corpus/v1", timeouts=PATIENT)
 
 
-def set_r2(monkeypatch: pytest.MonkeyPatch, server: OriginServer) -> None:
+def set_r2(monkeypatch: pytest.MonkeyPatch, server: OriginServer):
     monkeypatch.setenv("R2_DATASET_ACCOUNT_ID", "account")
     monkeypatch.setenv("R2_DATASET_BUCKET_NAME", "bucket")
     monkeypatch.setenv("R2_DATASET_READ_ACCESS_KEY_ID", server.s3_environment["AWS_ACCESS_KEY_ID"])

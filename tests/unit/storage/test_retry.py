@@ -19,10 +19,10 @@ log = logging.getLogger("forebay.test")
 class Looks:
     """The watching thread's clock: each of its pauses takes a virtual quarter of a second."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now, self.num_threads = 0.0, 0
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float):
         threading.Event().wait(0.001)
         self.now += seconds
 

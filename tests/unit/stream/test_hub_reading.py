@@ -36,7 +36,7 @@ def hub(monkeypatch) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def impatient(monkeypatch) -> None:
+def impatient(monkeypatch):
     """The same tries with shorter waits."""
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(remote_file, "_blocks", remote_file.BlockCache())

@@ -27,7 +27,7 @@ def none(num: int) -> np.ndarray:
 class Crowd:
     """Members that fetch what they are told, a whole slice a round, and may fall."""
 
-    def __init__(self, num_slices: int, num_members: int, slots: int, origin_slots: int) -> None:
+    def __init__(self, num_slices: int, num_members: int, slots: int, origin_slots: int):
         self.swarm = Swarm(num_slices, slots=slots, origin_slots=origin_slots)
         self.have = {f"m{i}": none(num_slices) for i in range(num_members)}
         self.now = 0.0

@@ -36,7 +36,7 @@ TABLE = SliceTable.from_rows([SliceInfo(0, "0.safetensors", len(DATA), cached.in
 class StubClient:
     """A network without sockets: trackers answer by a function of their address; ORIGIN has the slice."""
 
-    def __init__(self, trackers: dict[str, Callable[[dict], Any]] | None = None, peer_id: str = "reader") -> None:
+    def __init__(self, trackers: dict[str, Callable[[dict], Any]] | None = None, peer_id: str = "reader"):
         self.identity = SimpleNamespace(peer_id=peer_id)
         self.trackers = trackers or {}
         self.requests = []  # peer id and address
@@ -50,7 +50,7 @@ class StubClient:
             raise ProtocolError("expected an object")
         return json.loads(json.dumps(reply)), None
 
-    def read_range(self, address: str, path: str, into: memoryview, start: int, *more: Any, **named: Any) -> None:
+    def read_range(self, address: str, path: str, into: memoryview, start: int, *more: Any, **named: Any):
         if address != ORIGIN.address:
             raise NetworkError("no peer is there")
         into[:] = DATA[start : start + len(into)]
@@ -191,14 +191,14 @@ def test_what_happened_is_reported_until_a_tracker_answers(monkeypatch):
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def wait_idly(reader: SwarmReader, clock: Clock, seconds: float) -> None:
+def wait_idly(reader: SwarmReader, clock: Clock, seconds: float):
     """Let time pass while slice 0 is wanted."""
     with contextlib.suppress(NoProviderError):
         reader.sources(0)

@@ -19,7 +19,7 @@ from forebay.worker.training import OutOfMemoryError, Training, is_out_of_memory
 COUNT = {"trainer": "count", "num_steps": 6}
 
 
-def train(config: WorkerConfig) -> None:
+def train(config: WorkerConfig):
     async def run():
         async with WorkerClient(config, log=print) as worker:
             await worker.run_training()

@@ -58,7 +58,7 @@ def meets(node: Identity, other: Identity) -> Peer:
     return node.peer(shake(node.server_context(), other.client_context())[1])
 
 
-def shakes(folder: Path, key: Ed25519PrivateKey, *chain: x509.Certificate, server: Identity) -> None:
+def shakes(folder: Path, key: Ed25519PrivateKey, *chain: x509.Certificate, server: Identity):
     """A handshake with this key and these certificates, as no Identity would load them."""
     folder.mkdir()
     write_key(folder / "key.pem", key)

