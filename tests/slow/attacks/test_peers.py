@@ -1,4 +1,4 @@
-"""Peers are judged by what verified: reports of others, and checks."""
+"""Peers are measured by what verified: reports of others, and checks."""
 
 from types import SimpleNamespace
 

@@ -115,9 +115,9 @@ def test_a_crl_passes_over_any_connection_in_both_directions(make_identity, netw
 def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity, network_dir):
     """By hand, the next round of three being hours away."""
     thief, teller = make_identity("thief"), make_identity("teller")
-    told = [make_identity(f"node{number}") for number in range(5)]
+    receivers = [make_identity(f"node{number}") for number in range(5)]
     with contextlib.ExitStack() as stack:
-        for node in told:
+        for node in receivers:
             server = stack.enter_context(Server(make_app("x"), node, "127.0.0.1", 0))
             teller.contacts.add(server.address)
         client = stack.enter_context(PatientClient(teller))
@@ -125,7 +125,7 @@ def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity, network_dir)
         watch._ask_at = float("inf")
         stack.callback(watch.start().close)
         revoke(network_dir, thief.peer_id, teller.node_dir)
-        until(lambda: all(node.revocations.reason(thief.peer_id) is not None for node in told))
+        until(lambda: all(node.revocations.reason(thief.peer_id) is not None for node in receivers))
 
 
 def test_announcements_of_one_host_or_network_are_few_voices():

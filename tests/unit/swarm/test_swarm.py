@@ -120,7 +120,7 @@ def test_an_unreachable_member_gets_and_is_never_named():
 
 
 def test_who_sent_wrong_bytes_is_banned_for_the_node_that_got_them_for_an_hour():
-    """And for no other, whoever says so."""
+    """And for no other, whatever others say."""
     swarm = swarm_of(1, {"liar": "0", "a": "", "a#2": "", "b": "", "c": ""})
     for name in ("a", "b"):
         swarm.failed(name, 0, "liar", 1.0, wrong=True)

@@ -128,15 +128,15 @@ def test_a_name_that_is_no_text_is_refused_by_each_parser(network_dir, make_iden
     """The library raises TypeError for a common name that is a string of bits."""
     node, root, key = make_identity("evil"), read_root(network_dir), Ed25519PrivateKey.generate()
     der = der_of(node.certificate)
-    at = der.index(b"\x0c\x04evil")
-    bad = der[:at] + b"\x03\x04\x00vil" + der[at + 6 :]
-    pem = b"-----BEGIN CERTIFICATE-----\n" + b64encode(bad) + b"\n-----END CERTIFICATE-----\n"
+    offset = der.index(b"\x0c\x04evil")
+    invalid = der[:offset] + b"\x03\x04\x00vil" + der[offset + 6 :]
+    pem = b"-----BEGIN CERTIFICATE-----\n" + b64encode(invalid) + b"\n-----END CERTIFICATE-----\n"
     crl = pem + sign_crl(read_issuer(network_dir), [1], 1)
     publication = {**dict.fromkeys(("dataset_id", "name", "publisher", "signature"), ""), "certificate": pem.decode()}
     body = {**publication, "serial": 1, "signed_at": 1, "expires_at": 2, "origins": [], "format": 4}
     for parse in (
-        lambda: certificates.peer_of(bad),
-        lambda: node.peer(bad),
+        lambda: certificates.peer_of(invalid),
+        lambda: node.peer(invalid),
         lambda: parse_crl(crl, root),
         lambda: read_publication(json.dumps(body).encode(), node),
         lambda: Admissions(network_dir).renew(RenewRequest(request=make_csr(key, "x")), "", bad),
