@@ -139,7 +139,7 @@ def test_a_name_that_is_no_text_is_refused_by_each_parser(network_dir, make_iden
         lambda: node.peer(invalid),
         lambda: parse_crl(crl, root),
         lambda: read_publication(json.dumps(body).encode(), node),
-        lambda: Admissions(network_dir).renew(RenewRequest(request=make_csr(key, "x")), "", bad),
+        lambda: Admissions(network_dir).renew(RenewRequest(request=make_csr(key, "x")), "", invalid),
     ):
         with pytest.raises(ProtocolError, match="malformed: TypeError"):
             parse()
