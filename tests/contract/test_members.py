@@ -12,7 +12,7 @@ from forebay.cli import main, running
 from forebay.coordinator.server import Coordinator
 from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
-from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.network.admission import Admissions
 from forebay.network.client import Client
@@ -76,10 +76,13 @@ def test_every_way_to_a_certificate_is_recorded(way: str, network_dir, tmp_path)
 def test_a_record_grows_with_what_is_new_and_is_of_one_version(network_dir, tmp_path):
     node, path = pki.join(network_dir, tmp_path / "n", "n"), network_dir / MEMBERS_FILE
     record = MemberRecord(network_dir)
-    for name, grows in [("n", False), ("alice", True), ("alice", False), ("n", True)]:
+    key = read_key(node.node_dir / "node-key.pem").public_key()
+    for days, grows in [(90.0, False), (180.0, True), (180.0, False)]:
         before = path.stat().st_size
-        record.issue(name, read_key(node.node_dir / "node-key.pem").public_key(), node.scope, 90.0)
+        record.issue("n", key, node.scope, days)
         assert (path.stat().st_size > before) == grows
+    with pytest.raises(ProtocolError, match="expected the name of its first certificate, n, got alice"):
+        record.issue("alice", key, node.scope, 90.0)
     good = path.read_bytes()
     for line in (b"garbage\n", good.splitlines(True)[0].replace(b'"version":1', b'"version":2')):
         path.write_bytes(good + line)
@@ -100,7 +103,7 @@ def test_an_owner_lists_members_and_tokens_withdraws_and_revokes_by_name(tmp_pat
     for name, folder in [("alice", "a"), ("bob", "b"), ("bob", "c"), ("carol", "d")]:
         run(f"network join ./net ./{folder} --name {name} --role worker --dataset c4-*")
     a, b, c, d = (Identity.load(tmp_path / folder).peer_id for folder in "abcd")
-    run(f"network join ./net ./e --name {a} --role worker")  # the name of one is the peer id of another
+    assert "name" in run(f"network join ./net ./e --name {a} --role worker", 2)  # the peer id of another
     token = json.loads(run("network invite ./net --issuer 127.0.0.1:1 --role viewer --uses 3 --json"))["id"]
     assert f"{token}  valid" in run("network tokens ./net")
     assert "network tokens" in run("network withdraw ./net none", 2)

@@ -105,7 +105,11 @@ class FileRange(Response):
         try:
             if callable(source):
                 try:
-                    file = await asyncio.get_running_loop().run_in_executor(None, source)
+                    opening = asyncio.get_running_loop().run_in_executor(None, source)
+                    file = await asyncio.shield(opening)
+                except asyncio.CancelledError:
+                    opening.add_done_callback(_close)
+                    raise
                 except OSError:
                     log.exception("server: cannot open a file")
                     error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
@@ -156,6 +160,12 @@ class FileRange(Response):
             await connection.sent(length)  # the buffer is free again
         if self.start == self.stop:
             await send({"type": "http.response.body"})
+
+
+def _close(opening: asyncio.Future[BinaryIO]) -> None:
+    """Close a file that was opened for a request which had ended."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 async def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:

@@ -344,7 +344,7 @@ def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start: Start, mon
 UNFINISHED = b"POST / HTTP/1.1\r\nContent-Length: 900\r\n\r\n{"
 
 
-def open_server(start: Start, **limits: float) -> MemoryServer:
+def open_server(start, **limits):
     server = start(**limits)
     server.core.identity = None
     return server
@@ -388,7 +388,7 @@ def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: 
 def test_limits_of_an_address_and_of_its_network(start: Start, address: str, neighbour: str, other: str):
     server = open_server(start, requests_per_s=2, organisation_requests_per_s=3)
 
-    def num_served(address: str, num: int) -> int:
+    def num_served(address, num):
         return sum(server.connect(address=address).ask("/").status == 200 for _ in range(num))
 
     assert [num_served(address, 5), num_served(neighbour, 5), num_served(other, 5)] == [4, 2, 4]

@@ -198,7 +198,7 @@ class Clock:
         return self.now
 
 
-def wait_idly(reader: SwarmReader, clock: Clock, seconds: float):
+def wait_idly(reader, clock, seconds):
     """Let time pass while slice 0 is wanted."""
     with contextlib.suppress(NoProviderError):
         reader.sources(0)
@@ -226,7 +226,7 @@ def test_a_tracker_of_which_nothing_comes_is_left_after_ten_seconds(reply: Calla
 
 
 @pytest.mark.parametrize("num_bytes, is_left", [(1000, True), (100 << 20, False)])
-def test_a_tracker_is_judged_by_what_verified(num_bytes: int, is_left: bool):
+def test_a_tracker_is_judged_by_what_verified(num_bytes, is_left):
     clock = Clock()
     client = StubClient({RUDE.address: lambda body: {**GOOD, "assignments": [{**HOLDER, "index": 0}]}})
     with closing(reading(client, now=clock)) as reader:
@@ -254,15 +254,34 @@ def test_where_all_trackers_are_idle_the_data_nodes_are_asked_without_one():
             reader.sources(0)
 
 
-def test_a_url_that_may_not_be_opened_is_an_error_after_a_while(monkeypatch):
+def test_where_a_url_may_not_be_opened_the_data_nodes_are_asked_after_a_while(monkeypatch):
+    """They, and not a tracker, say whether a slice can be had."""
     monkeypatch.setattr(swarm_reader, "_REFUSED_S", 0.0)
     url = {**GOOD, "assignments": [{**HOLDER, "index": 0, "address": "https://example.org/data"}]}
 
     def refuse(url):
         raise PermanentError("not allowed")
 
-    with closing(reading(StubClient({RUDE.address: lambda body: url}), open_url=refuse)) as reader:
-        assert str(named(reader)) == "not allowed"
+    client = StubClient({RUDE.address: lambda body: url})
+    with closing(reading(client, open_url=refuse, sources=lambda: ["a data node"])) as reader:
+        assert named(reader) == "a data node"
+
+
+def test_a_provider_that_refuses_a_slice_is_asked_again_where_it_is_named_again():
+    """As is one that was slow: it may be the only one. Then the data nodes are asked."""
+    clock = Clock()
+    client = StubClient({RUDE.address: lambda body: {**GOOD, "assignments": [{**HOLDER, "index": 0}]}})
+    with closing(reading(client, now=clock, sources=lambda: ["a data node"])) as reader:
+        provider = SliceProvider(reader, 0)
+        assert provider.is_renamed
+        for _ in range(3):
+            reader.failed(0, named(reader), PermanentError("404"))
+            assert reader._given_up == {}
+        clock.now += swarm_reader._REFUSED_S + 1
+        reader._sources.clear()
+        reader._waiting.add(0)
+        reader._give_up()
+        assert provider.sources() == ["a data node"]
 
 
 @pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
