@@ -321,7 +321,7 @@ def test_a_server_that_was_slow_itself_cuts_no_client(start: Start):
     assert late.answers()[0].status == 200 and not stranger.done()
 
 
-def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start: Start, monkeypatch):
+def test_the_time_of_a_client_that_keeps_the_loop_busy_goes_on(start, monkeypatch):
     server = start()
     busy, late = server.connect("busy"), server.connect("late")
     late.send(b"GET / HTTP/1.1\r\n")
@@ -409,7 +409,7 @@ def test_addresses_of_a_64_share_their_handshakes(start: Start):
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
-def test_a_rate_of_bytes_of_bodies(start: Start, head: bytes):
+def test_a_rate_of_bytes_of_bodies(start, head):
     server = start(body_bytes_per_s=1e6)
     body = b"x" * 1_000_000
     if b"chunked" in head:
