@@ -73,7 +73,9 @@ def sign_dataset(
     if not path.is_file():
         raise UsageError(f"sign: expected a dataset, got no file {path}. Prepare or import it first.")
     if (reason := identity.refusal(identity.as_peer)) is not None:
-        raise UsageError(f"sign: {reason}. Renew the certificate: forebay network renew")
+        raise UsageError(
+            f"sign: expected a valid certificate, got {reason}. Sign with another identity, or renew this one."
+        )
     if not identity.scope.covers(name):
         raise UsageError(f"sign: the certificate of {identity.name} does not cover dataset {name!r}")
     try:
