@@ -245,7 +245,7 @@ def small_disk(directory: Path, size: int) -> Iterator[Path]:
     """A file system of this many bytes in memory; skips the test where none may be mounted."""
     directory.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", directory], capture_output=True
     ).returncode:
         pytest.skip("needs the right to mount a file system")
     try:

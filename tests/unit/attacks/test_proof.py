@@ -40,7 +40,7 @@ def test_a_publication_ends_with_the_certificate_that_signed_it(network_dir, tmp
     monkeypatch.setattr(time, "time", lambda: now + 86401)
     with pytest.raises(ProtocolError, match="certificate has expired"):
         read_publication((dataset.path / SIGNATURE_NAME).read_bytes(), reader)
-    with pytest.raises(UsageError, match=r"has expired\. Renew the certificate: forebay network renew"):
+    with pytest.raises(UsageError, match=r"has expired\. Sign with another identity, or renew this one"):
         sign_dataset(brief, dataset.path, "c4", dataset.id)
 
 
