@@ -259,7 +259,7 @@ class RunFetcher(Closing):
                 elapsed_s, received = now - run.paced[1], run.received - run.paced[2]
                 if elapsed_s >= _PACE * _SLOW_S:
                     run.paced = source.url, now, run.received
-                    if run.origin.is_steered and received < self._least_bytes_per_s(source) * elapsed_s:
+                    if run.origin.is_steered and received < self._least_bytes_per_s(run, source) * elapsed_s:
                         run.state.refused[source.url] = f"sent {received} bytes in {elapsed_s:.0f} s"
                         self._request_elsewhere(run, source, now)
                         continue
@@ -267,12 +267,13 @@ class RunFetcher(Closing):
                 if elapsed_s >= _SLOW_S and self._has_better(run, source, elapsed_s, received, now):
                     self._request_elsewhere(run, source, now)
 
-    def _least_bytes_per_s(self, source: Origin) -> float:
-        """What a source that others named must send: also an eighth of what the median of the other sources does."""
+    def _least_bytes_per_s(self, run: ChunkRun, source: Origin) -> float:
+        """What a source that others named must send: an eighth of the median of others; 32 KiB/s beside another."""
         with self._changed:
             speeds = sorted(s.speed for url, s in self._sources.items() if s.speed and url != source.url)
         usual = speeds[len(speeds) // 2] if speeds else 0.0
-        return max(_MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE * usual)
+        is_alone = all(other.url == source.url for other in run.state.sources)
+        return max(0 if is_alone else _MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE * usual)
 
     def _has_better(self, run: ChunkRun, source: Origin, elapsed_s: float, received: int, now: float) -> bool:
         with self._changed:
