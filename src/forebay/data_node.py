@@ -40,6 +40,7 @@ from forebay.network.app import (
 from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits
 from forebay.network.peer import Peer, Provider
+from forebay.network.peer_source import SLICE_CHANGED
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import sign_again
 from forebay.order.growth import ancestors
@@ -176,7 +177,7 @@ class DataNode(SliceServer):
                 return partial(open_below, dataset.path, row.name)  # A link may have replaced it.
             except (OSError, DatasetError) as error:
                 log.error("slice %s is not served: %s", row.sha256, error)
-        raise ApiError(404, "slice_changed", "this node's file of the slice has changed")
+        raise ApiError(404, SLICE_CHANGED, "this node's file of the slice has changed")
 
     async def read_leaves(self, file: SliceFile) -> bytes:
         try:

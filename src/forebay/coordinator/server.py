@@ -99,6 +99,7 @@ class Coordinator:
             handshakes_per_address=MAX_WORKERS,
             # A member's news costs an fsync, for which all wait.
             requests_per_s=1e6 if identity is None else 8.0 * self.rules.workers_per_peer,
+            refusals_per_s=1e6 if identity is None else 100.0,
             organisation_requests_per_s=1e6 if identity is None else 500.0,
         )  # fmt: skip
         self._discovery: Discovery | None = None  # the network's DHT, to find peers that have revocation lists

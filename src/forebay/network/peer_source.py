@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, printable_url
+from forebay.fetch.runs import WrongBytesError
 from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
@@ -21,6 +22,7 @@ from forebay.storage.hosts import check_url
 from forebay.storage.http import WebOrigin
 
 REQUEST_BYTES = 2 << 20
+SLICE_CHANGED = "slice_changed"  # a peer that finds other bytes in its own file says so, in place of sending them
 STALL_S = 10.0
 T = TypeVar("T")
 MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for
@@ -108,7 +110,9 @@ def _classify_error(source: str, error: NetworkError) -> NetworkError:
     status = error.status if isinstance(error, RemoteError) else 500
     is_busy = status in (429, 503)
     converted: NetworkError = TransientError(text, wait_s=getattr(error, "wait_s", 0.0), throttled=is_busy)
-    if isinstance(error, WrongPeerError):
+    if isinstance(error, RemoteError) and error.code == SLICE_CHANGED:
+        converted = WrongBytesError(text)
+    elif isinstance(error, WrongPeerError):
         converted = PermanentError(text)
     elif status < 500 and not is_busy:
         converted = PermanentError(text, status=status)
