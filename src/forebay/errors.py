@@ -129,6 +129,10 @@ class IntegrityError(NetworkError):
     """Bytes from a peer do not match their hash."""
 
 
+class WrongBytesError(ProtocolError, IntegrityError):
+    """A source sent bytes that do not have their hash."""
+
+
 class DownloadError(NetworkError, ConnectionError):
     """The hub cannot be reached; `except ConnectionError` catches it, too."""
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from forebay.closing import Closing
 from forebay.dataset.chunks import HASH_BYTES, root_of
-from forebay.errors import DatasetError, IntegrityError, NetworkError, ProtocolError, UsageError
+from forebay.errors import DatasetError, IntegrityError, NetworkError, ProtocolError, UsageError, WrongBytesError
 from forebay.fetch.chunk_file import PRESENT, UNVERIFIED
 from forebay.fetch.runs import (
     ChunkRun,
@@ -35,7 +35,6 @@ from forebay.fetch.runs import (
     NoProviderError,
     SourceStats,
     TransferCancelledError,
-    WrongBytesError,
     choose_source,
     disk_error,
 )

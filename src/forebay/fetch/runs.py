@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
+from forebay.errors import NetworkError, UsageError
 from forebay.fetch.chunk_file import ChunkFile
 from forebay.storage.base import Origin, TransientError
 
@@ -92,10 +92,6 @@ class TransferCancelledError(NetworkError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name}: the fetch was cancelled; what was received is kept and resumed")
-
-
-class WrongBytesError(ProtocolError, IntegrityError):
-    """A source sent bytes that do not have their hash."""
 
 
 class HashesError(TransientError):

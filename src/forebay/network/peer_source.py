@@ -13,8 +13,7 @@ from urllib.parse import quote, unquote
 
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, ProtocolError, printable_url
-from forebay.fetch.runs import WrongBytesError
+from forebay.errors import NetworkError, ProtocolError, WrongBytesError, printable_url
 from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError

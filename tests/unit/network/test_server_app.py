@@ -99,9 +99,7 @@ def test_metrics_as_prometheus_reads_them():
      (f"{socket.gethostname()}.lan", False, True), ("attacker.example:80", False, False), ("[::1", False, False),
      ("127.0.0.1.attacker.example", False, False), ("attacker.example.", False, False)],
 )  # fmt: skip
-def test_a_page_by_another_name_of_this_address_reads_nothing(
-    server: MemoryServer, host: str, is_taken: bool, beyond_loopback: bool
-):
+def test_a_page_by_another_name_of_this_address_reads_nothing(server, host, is_taken, beyond_loopback):
     for listens_at, expected in (("127.0.0.1", is_taken), ("0.0.0.0", beyond_loopback)):
         server.core.host = listens_at
         answer = server.ask("GET", "/v1/item/a?n=3", Host=host)

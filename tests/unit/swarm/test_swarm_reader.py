@@ -60,7 +60,7 @@ def provider(name: str, is_origin: bool = False, port: int = 1) -> Provider:
     return Provider(name, f"127.0.0.1:{port}", is_origin)
 
 
-def ranking(dataset_id: str, day: int, providers: list[Provider], reader: str = "reader") -> list[str]:
+def ranking(dataset_id, day, providers, reader="reader"):
     client = StubClient(peer_id=reader)
     trackers = TrackerClient(client, dataset_id, lambda: providers, None, now=lambda: day * 86400.0 + 5)
     assert trackers.request({}, lambda body: None) is None
@@ -210,7 +210,7 @@ def wait_idly(reader, clock, seconds):
     lambda body: GOOD, lambda body: {**GOOD, "wait_s": 10.0, "sharers": [HOLDER]},
     lambda body: {**GOOD, "assignments": [{**HOLDER, "index": 0}]},
 ])  # fmt: skip
-def test_a_tracker_of_which_nothing_comes_is_left_after_ten_seconds(reply: Callable[[dict], dict]):
+def test_a_tracker_of_which_nothing_comes_is_left_after_ten_seconds(reply):
     """However politely it answers, also if it names somebody who sends nothing; the next one names a provider."""
     clock = Clock()
     client = StubClient({RUDE.address: reply, HONEST.address: honest_tracker()})
