@@ -36,12 +36,12 @@ TABLE = SliceTable.from_rows([SliceInfo(0, "0.safetensors", len(DATA), cached.in
 class StubClient:
     """A network without sockets: trackers answer by a function of their address; ORIGIN has the slice."""
 
-    def __init__(self, trackers: dict[str, Callable[[dict], Any]] | None = None, peer_id: str = "reader"):
+    def __init__(self, trackers: dict[str, Callable[[dict], Any]] | None = None, peer_id="reader"):
         self.identity = SimpleNamespace(peer_id=peer_id)
         self.trackers = trackers or {}
         self.requests = []  # peer id and address
 
-    def request_json(self, address: str, method: str, path: str, body: Any, peer_id: str, *more: Any) -> Any:
+    def request_json(self, address, method, path, body, peer_id, *more):
         self.requests.append((peer_id, address))
         if address not in self.trackers:
             raise TransientError("no peer is there")
@@ -50,7 +50,7 @@ class StubClient:
             raise ProtocolError("expected an object")
         return json.loads(json.dumps(reply)), None
 
-    def read_range(self, address: str, path: str, into: memoryview, start: int, *more: Any, **named: Any):
+    def read_range(self, address, path, into, start, *more, **named):
         if address != ORIGIN.address:
             raise NetworkError("no peer is there")
         into[:] = DATA[start : start + len(into)]
