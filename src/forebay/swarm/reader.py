@@ -58,12 +58,16 @@ class SliceProvider:
     reader: "SwarmReader"
     index: int
     is_steered = is_renamed = True
+    is_direct = False
 
     def __post_init__(self) -> None:
         self.url = f"the swarm of {self.reader.dataset_id[:12]}…"
 
     def sources(self) -> Sequence[Origin]:
-        return self.reader.sources(self.index)
+        sources, was_direct = self.reader.sources(self.index), self.is_direct
+        self.is_direct = self.reader.is_direct(self.index)
+        self.is_renamed = not (was_direct and self.is_direct)  # A data node that refused twice will not send it.
+        return sources
 
     def report(self, source: Origin, error: NetworkError) -> bool:
         return self.reader.failed(self.index, source, error)
@@ -138,13 +142,17 @@ class SwarmReader:
                 raise self._given_up[index]
             if index in self._sources:
                 return [self._sources[index][1]]
-            if self.now() >= self._direct_until and index not in self._direct:
+            if not self.is_direct(index):
                 if index not in self._waiting:
                     self._waiting.add(index)
                     self._notify()
                 raise NoProviderError(f"{name}: no tracker has named a provider yet")
             self._waiting.discard(index)
         return self.origin.sources()
+
+    def is_direct(self, index: int) -> bool:
+        """Whether the data nodes are asked for a slice, without a tracker."""
+        return self.now() < self._direct_until or index in self._direct
 
     def _notify(self) -> None:
         """Have a request sent now. With the lock held."""
