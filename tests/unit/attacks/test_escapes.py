@@ -10,11 +10,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import TypeAdapter, ValidationError
 
+from forebay.coordinator.messages import WorkerId
 from forebay.errors import ForebayError
 from forebay.formats.inputs import ReadOptions
 from forebay.lease.messages import Reason
 from forebay.network.client import Client
-from forebay.network.messages import Name, WorkerId
+from forebay.network.messages import Name
 from forebay.network.pki.certificates import name_of
 from forebay.prepare.inputs import find_inputs
 from forebay.storage.base import PinnedOrigin, read_whole
