@@ -68,7 +68,7 @@ def receive_plain(identity: Identity, port: int, out: Path) -> None:
 
 def receive_forebay(client: Client, port: int, out: Path, num_bytes: int) -> None:
     with out.open("wb") as file:
-        for piece in PeerSource(client, None, f"127.0.0.1:{port}", str, 600).read("x", 0, num_bytes):
+        for piece in PeerSource(client, None, f"127.0.0.1:{port}", str, 600).read("x.safetensors", 0, num_bytes):
             file.write(piece)
 
 

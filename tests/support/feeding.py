@@ -9,7 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.fetch.engine import RunFetcher
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions
 from support.chunk_checks import check_chunks
@@ -179,6 +180,21 @@ def check_cache(directory: Path) -> int:
         with item.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # A time-out if somebody holds it for good.
     return complete
+
+
+def delete_while_fetching(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Have a cache lose its files before some of this process's requests; returns their paths."""
+
+    def receive(*args: Any) -> None:
+        if next(numbers) in (2, 5, 11):
+            for path in cache.glob("?" * 64):
+                path.unlink()
+                deleted.append(path)
+        plain(*args)
+
+    numbers, deleted, plain = count(), list[Path](), RunFetcher._receive
+    monkeypatch.setattr(RunFetcher, "_receive", receive)
+    return deleted
 
 
 class Watcher:

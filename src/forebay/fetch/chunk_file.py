@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,14 @@ class ChunkFile:
             return self.is_deleted or self.path.stat().st_ino != self._inode
         except OSError:
             return True
+
+    def open_file(self) -> FileIO:
+        """Open the file to write to it. Raises FileNotFoundError if it was removed, even if another has its name."""
+        file = self.path.open("r+b", buffering=0)
+        if os.fstat(file.fileno()).st_ino != self._inode:
+            file.close()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        return file
 
     @property
     def has_leaves(self) -> bool:
@@ -202,14 +211,14 @@ class ChunkFile:
         that is not `is_unused`."""
         self._map[_DELETED_AT] = 1
         if is_unused:
-            with contextlib.suppress(OSError), self.path.open("r+b") as file:
+            with contextlib.suppress(OSError), self.open_file() as file:
                 punch_hole(file.fileno(), 0, round_up(self.info.offset + self.info.bytes))
         self.path.unlink(missing_ok=True)
         self.map_path.unlink(missing_ok=True)
 
     def punch(self, chunks: I64) -> bool:
         """Return the disk space of chunks that are marked absent; False if the file system cannot."""
-        with self.path.open("r+b") as file:
+        with self.open_file() as file:
             for run in consecutive_runs(chunks):
                 first, stop = int(run[0]) * self.chunk_bytes, (int(run[-1]) + 1) * self.chunk_bytes
                 size = min(stop, round_up(self.info.bytes)) - first

@@ -360,7 +360,7 @@ class RunFetcher(Closing):
         if leaves is not None and run.sender != source.url:  # Each chunk has one sender, who answers for its hash.
             run.position, run.sender, run.digest = run.next * size, source.url, hashlib.sha256()
         with (
-            entry.path.open("r+b", buffering=0) as file,
+            entry.open_file() as file,
             closing(cast(Generator[memoryview], source.read(run.name, offset + run.position, offset + stop))) as body,
         ):
             for data in body:

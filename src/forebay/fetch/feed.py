@@ -450,7 +450,7 @@ class ChunkFeed:
 
     def _fetch(self, group: ChunkGroup, chunks: I64) -> bool:
         """Claim and fetch neighbouring chunks; False if there is no space for them."""
-        if group.entry is not None and group.entry.is_deleted:
+        if group.entry is not None and group.entry.is_lost():
             self._open_entries([group])  # Another process deleted the file, or replaced it.
         entry, cache = group.entry, self._open_cache(self._settings)
         assert entry is not None
@@ -493,15 +493,16 @@ class ChunkFeed:
             self._counts["fetched_bytes"] += entry.bytes_of(fetched)
             self._counts["fetched_chunks"] += len(fetched)
             if error is not None:
-                self._record_failure(group, np.arange(job.next, job.stop), error)
+                self._record_failure(group, np.arange(job.next, job.stop), error, entry.is_lost())
             self._start_fetches()
             self._changed.notify_all()
             changed = [plan.on_change for plan in self._plans if plan.on_change and group in plan.groups]
         for on_change in changed if notify else ():
             on_change()
 
-    def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception) -> None:
-        if any(group in plan.groups for plan in self._plans):  # Else it is of an iteration that ended.
+    def _record_failure(self, group: ChunkGroup, chunks: I64, error: Exception, is_lost: bool) -> None:
+        # Else it is of an iteration that ended, or fetched again into another file.
+        if not is_lost and any(group in plan.groups for plan in self._plans):
             self._counts["failed"] += 1
             self._errors |= dict.fromkeys(((group.key, chunk) for chunk in chunks.tolist()), (error, time.monotonic()))
         for plan in self._plans:

@@ -23,7 +23,7 @@ from forebay.load.batch import NumpyRows, NumpyTokens, new_batch
 from forebay.load.collate import Collator
 from forebay.load.order_source import OrderSource, StepPlan
 from forebay.load.samples import SampleIndex
-from forebay.load.slices import SliceReader
+from forebay.load.slices import RemovedError, SliceReader
 from forebay.load.tokens import TokenCollator
 from forebay.order.footprint import FIRST_REQUEST_BYTES, MAX_REQUEST_BYTES
 
@@ -222,7 +222,10 @@ class BatchPlanner:
             if key in self._open and self._slices.is_stale(key):
                 self._close_except(self._open - {key})
             if key not in self._open:
-                self._open_map(key)
+                try:
+                    self._open_map(key)
+                except RemovedError:  # Again when the plan was renewed.
+                    continue
             starts, stops = self._collator.byte_ranges(key, plan.samples[plan.keys == key])
             steps = np.full(len(starts), plan.unresolved[key], np.int64)
             self._slices.need(plan.needs, np.full(len(starts), key, np.int64), starts, stops, steps)
@@ -271,18 +274,19 @@ class BatchPlanner:
             self._close_except(set().union(plan.distinct, *(queued.distinct for queued in self._queue)))
         while True:
             try:
-                if start == 0:
-                    self._renew(plan)
+                self._renew(plan)
                 self._resolve(plan)
                 began = time.perf_counter()
                 stop = min([self._slices.available(plan.needs, start), len(plan.steps), *plan.unresolved.values()])
                 if not self._slices.cached:  # Local chunks are read to be verified.
                     self.disk_s += time.perf_counter() - began
                 if stop > start:
-                    break
+                    return self._open_slices(plan, start, stop)
                 began = time.perf_counter()
                 has_space = self._slices.wait(plan.needs, start)
                 self.network_s += time.perf_counter() - began
+            except RemovedError:
+                continue
             except NoSpaceError:
                 has_space = False
             if has_space:
@@ -297,6 +301,9 @@ class BatchPlanner:
                 return start
             else:
                 self._slices.wait_for_space(plan.needs)
+
+    def _open_slices(self, plan: StepPlan, start: int, stop: int) -> int:
+        """Open the slices of steps [start, stop) of a plan; where those that could be opened end."""
         low = plan.bounds[start]
         keys, rows = np.unique(plan.keys[low : plan.bounds[stop]], return_index=True)
         for row, key in sorted(zip(rows.tolist(), keys.tolist())):

@@ -188,7 +188,10 @@ class ShardCache(Closing):
                     log.warning("shard %d: samples do not have their ids, fetching the ids again", shard.index)
                     self.cache.discard(ids.info.sha256)
                 return None
-            if not (tokens.is_deleted or ids.is_deleted):
+            except (UsageError, FileNotFoundError):
+                if not (tokens.is_lost() or ids.is_lost()):
+                    raise
+            if not (tokens.is_lost() or ids.is_lost()):
                 stack.pop_all()
                 return pins
         return None
@@ -207,14 +210,14 @@ class ShardCache(Closing):
         """Fetch what is missing of a pinned object, or wait for the process that does."""
         (entry, chunks), plan, size = group, self._plan(part.num_bytes), part.num_bytes
         source, info = PinnedOrigin(self.origin, part.etag), replace(entry.info, name=part.name, sha256="")
-        while not (entry.is_deleted or entry.is_complete()):
+        while not (entry.is_lost() or entry.is_complete()):
             entry.verify(chunks)
             claimed, reason = self.cache.claim(entry, chunks)
             if reason:
                 raise UsageError(f"{part.name}: {reason} Free space; what was received is kept and resumed.")
             try:
                 if len(claimed):
-                    with entry.path.open("r+b") as file:
+                    with entry.open_file() as file:
                         file.write(part.header)
                     with open_fetcher(plan, self._timeout_s) as fetcher:
                         ChunkTransfer(

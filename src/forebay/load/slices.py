@@ -25,6 +25,10 @@ from forebay.order.run import Run
 _READAHEAD_BYTES = 4 << 20
 
 
+class RemovedError(UsageError):
+    """The file of a slice that the cache had is not there any more; its plan is to be renewed."""
+
+
 class SliceReader(ChunkFeed):
     """Opens slices by key. Arguments and errors as of `ChunkFeed`."""
 
@@ -89,7 +93,7 @@ class SliceReader(ChunkFeed):
 
         Raises:
             DatasetError: If it is missing, or not a slice of the dataset.
-            UsageError: If the cache's file was deleted meanwhile.
+            RemovedError: If the cache's file was deleted meanwhile.
         """
         dataset, index = self.find(key)
         if not self.is_cached(key):
@@ -98,7 +102,7 @@ class SliceReader(ChunkFeed):
         with self._changed:
             entry = self._mapped[key] = self._open_cache(self._settings).open(row)
             if entry.marks[0] != PRESENT:
-                raise UsageError(f"cache: {entry.path} was deleted while it was in use. Run the loop again.")
+                raise RemovedError(f"cache: {entry.path} was deleted while it was in use. Run the loop again.")
         try:
             opened = view_slice(entry.data, entry.path)
             dataset.check_slice(row, opened)

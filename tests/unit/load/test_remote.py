@@ -21,7 +21,7 @@ from forebay.load.loader import Loader
 from forebay.load.options import CacheOptions, OrderOptions
 from forebay.storage.locks import Lock
 from support.chunk_checks import check_chunks
-from support.feeding import check_cache, list_ids, make_dataset, read_samples
+from support.feeding import check_cache, delete_while_fetching, list_ids, make_dataset, read_samples
 from support.origin_server import OriginServer
 from support.store import stored
 from support.waiting import until
@@ -219,6 +219,15 @@ def test_files_that_others_delete_are_fetched_again(server: OriginServer, tmp_pa
                 for path in cached_slices(cache) if pattern else [cache]:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert read == expected
+
+
+def test_files_that_others_delete_during_a_fetch_are_fetched_again(server: OriginServer, tmp_path, monkeypatch):
+    expected = [batch.inputs.tolist() for batch in Loader(server.directory, **ONE_BY_ONE)]
+    deleted = delete_while_fetching(tmp_path / "cache", monkeypatch)
+    with Loader(server.url, **ONE_BY_ONE, cache_dir=tmp_path / "cache") as loader:
+        assert [batch.inputs.tolist() for batch in loader] == expected
+    assert deleted
+    check_cache(tmp_path / "cache")
 
 
 def test_a_fetch_whose_end_the_cache_cannot_record_is_done_again(own: Path, tmp_path, monkeypatch):

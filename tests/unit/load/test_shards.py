@@ -17,6 +17,7 @@ from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageErro
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
+from support.feeding import delete_while_fetching
 from support.origin_server import ACCESS_KEY, BUCKET, SECRET_KEY, OriginServer
 from support.shard_buckets import (
     HEADER_BYTES,
@@ -106,6 +107,14 @@ def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server: OriginSe
             next(ranks[0].batches(batch_size=7))
     assert complete_shards(folder) == list(range(SHARDS))
     assert all(TOKEN_BYTES <= sent_bytes(server, index) < TOKEN_BYTES + MOST_HEADERS for index in range(SHARDS))
+
+
+def test_files_that_others_delete_during_a_fetch_are_fetched_again(server: OriginServer, folder: Path, monkeypatch):
+    deleted = delete_while_fetching(folder, monkeypatch)
+    with open_shards(server, folder) as shards:
+        for batch in shards.batches(0, 3 * SHARDS, batch_size=8):
+            assert (batch.inputs == shard_tokens(int(batch.dataset_index[0])).reshape(-1, L)[batch.sample_ids]).all()
+    assert deleted
 
 
 def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path):
