@@ -13,16 +13,11 @@ import pytest
 
 from forebay.coordinator.membership import MAX_SEATS
 from forebay.coordinator.messages import Leave
-from forebay.coordinator.server import Coordinator
-from forebay.data_node import DataNode
-from forebay.dataset.reader import Dataset
 from forebay.network import reachability
 from forebay.network.client import Client
-from forebay.network.pki.identity import Identity
 from forebay.network.reachability import ReachabilityChecker
 from forebay.scheduler import proofs, sessions
 from forebay.scheduler import server as service
-from forebay.scheduler.server import SchedulerService
 from forebay.swarm import tracker
 from support.attacked import (
     NUM_SCHEDULED,
@@ -43,9 +38,7 @@ from support.waiting import until
 from support.wire import connect
 
 
-def test_addresses_of_one_member_keep_no_other_from_being_dialled(
-    node: DataNode, dataset: Dataset, evil: Identity, honest: Identity
-):
+def test_addresses_of_one_member_keep_no_other_from_being_dialled(node, dataset, evil, honest):
     """Ports that accept and say nothing, named one after another."""
     with contextlib.ExitStack() as stack:
         traps = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(40)]
@@ -82,7 +75,7 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir):
         trap.accept()[0].close()
 
 
-def test_a_member_that_is_being_dialled_is_served_meanwhile(node: DataNode, network_dir, monkeypatch):
+def test_a_member_that_is_being_dialled_is_served_meanwhile(node, network_dir, monkeypatch):
     monkeypatch.setattr(reachability, "GRACE_S", 0.0)
     member = issue(network_dir, "member", "worker")
     with socket.create_server((HOST, 0)) as silent:
@@ -107,7 +100,7 @@ def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir):
             inner.accept()
 
 
-def test_names_that_nobody_has_are_not_kept(node: DataNode, evil: Identity):
+def test_names_that_nobody_has_are_not_kept(node, evil):
     """Failures of invented members."""
     before = node.tracker.status()
     failed = [{"index": 0, "member": f"{i}{'x' * 290}", "wrong": i % 2 == 0} for i in range(1024)]
@@ -120,14 +113,14 @@ def test_names_that_nobody_has_are_not_kept(node: DataNode, evil: Identity):
 
 
 @pytest.mark.parametrize("ranges", [",".join(str(i) for i in range(0, 300_000, 2)), "0," * 200_000 + "0"])
-def test_more_ranges_than_slices_are_refused_before_they_are_read(ranges: str, node: DataNode, evil: Identity):
+def test_more_ranges_than_slices_are_refused_before_they_are_read(ranges, node, evil):
     """A message of ranges that costs more than its bytes."""
     for key in ("have", "want"):
         status, message = swarm(node, evil, {key: ranges})
         assert status == 400 and f"at most {NUM_SHARED} ranges" in message["message"]
 
 
-def test_an_organisation_has_so_many_processes_in_a_swarm(node: DataNode, network_dir, monkeypatch):
+def test_an_organisation_has_so_many_processes_in_a_swarm(node, network_dir, monkeypatch):
     """Each costs a bit a slice; an organisation issues as many certificates as it likes."""
     monkeypatch.setattr(tracker, "_MAX_SESSIONS_PER_ORGANISATION", 3)
     org = organisation(network_dir, "acme")
@@ -138,13 +131,13 @@ def test_an_organisation_has_so_many_processes_in_a_swarm(node: DataNode, networ
     assert swarm(node, issue(network_dir, "of-root"), {})[0] == 200
 
 
-def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir):
+def test_the_role_is_asked_for_before_a_message_is_read(scheduler, network_dir):
     """Megabytes of JSON from a member that may not work."""
     status, message = exchange(scheduler, issue(network_dir, "data", "data"), "x" * 1_000_000)
     assert (status, message["error"]) == (403, "not_worker")
 
 
-def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, evil: Identity):
+def test_slices_of_invented_datasets_are_not_kept(scheduler, evil):
     """64 datasets that no job has, each with millions of slices."""
     assert exchange(scheduler, evil, {"cached": {f"{i:064x}": "0-999999999" for i in range(64)}})[0] == 200
     (session,) = core(scheduler).sessions.all.values()
@@ -153,16 +146,14 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, e
     assert status == 409 and f"[0, {NUM_SCHEDULED})" in message["message"]
 
 
-def test_sessions_of_a_certificate_are_bounded(
-    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch
-):
+def test_sessions_of_a_certificate_are_bounded(scheduler, evil, honest, monkeypatch):
     monkeypatch.setattr(service, "MAX_SESSIONS_PER_PEER", 4)
     statuses = [exchange(scheduler, evil, {"session": f"s{i}"})[0] for i in range(6)]
     assert statuses == [200] * 4 + [429] * 2
     assert exchange(scheduler, honest, {})[0] == 200
 
 
-def test_what_an_organisation_says_it_has_is_bounded(scheduler: SchedulerService, network_dir, monkeypatch):
+def test_what_an_organisation_says_it_has_is_bounded(scheduler, network_dir, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * NUM_SCHEDULED * 8)
     registered = core(scheduler).spec.dataset_id
     org, message = organisation(network_dir, "acme"), {"cached": {registered: f"0-{NUM_SCHEDULED - 1}"}}
@@ -174,7 +165,7 @@ def test_what_an_organisation_says_it_has_is_bounded(scheduler: SchedulerService
     assert sum(session.cached_bytes for session in state.sessions.all.values()) == 3 * NUM_SCHEDULED * 8
 
 
-def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir):
+def test_many_certificates_of_one_organisation_starve_nobody(scheduler, network_dir):
     """Members that used nothing yet get half of the slices, however many they are."""
     org = organisation(network_dir, "acme")
     current = 0
@@ -192,7 +183,7 @@ def _use_of(lease, worker):
         return ExchangeClient(client, "").receipt(lease, proof="00" * 6)
 
 
-def test_proofs_that_are_checked_at_once_count_each(scheduler: SchedulerService, honest: Identity, monkeypatch):
+def test_proofs_that_are_checked_at_once_count_each(scheduler, honest, monkeypatch):
     """Else a member with many sessions is checked at every lease for long, at the scheduler's cost."""
     together, checked = threading.Barrier(3), []
 
@@ -211,9 +202,7 @@ def test_proofs_that_are_checked_at_once_count_each(scheduler: SchedulerService,
     assert len(checked) == 3
 
 
-def test_checks_that_hang_hold_up_no_other_worker(
-    scheduler: SchedulerService, evil: Identity, honest: Identity, monkeypatch
-):
+def test_checks_that_hang_hold_up_no_other_worker(scheduler, evil, honest, monkeypatch):
     """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
     started, gate = threading.Event(), threading.Event()
 
@@ -239,7 +228,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
         assert waiting.result()[0] == 200
 
 
-def test_doubts_that_nobody_answers_are_checked_less_and_less_often(scheduler: SchedulerService, monkeypatch):
+def test_doubts_that_nobody_answers_are_checked_less_and_less_often(scheduler, monkeypatch):
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
     checked = []
     monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))
@@ -272,7 +261,7 @@ def test_seats_of_who_never_finished_a_step_are_forgotten():
     assert len(run.state.seats) == MAX_SEATS and "b" in run.state.seats
 
 
-def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, evil: Identity, honest: Identity):
+def test_who_joins_and_leaves_without_end_has_to_wait(coordinator, evil, honest):
     """Each join stops all others at the end of a step."""
     statuses = []
     for _ in range(6):
@@ -283,7 +272,7 @@ def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, 
     assert coordinator._state.seats == {}
 
 
-def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, evil: Identity):
+def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator, evil):
     limits = coordinator._server._core.limits
     assert limits.requests_per_s <= 16 and limits.requests_per_peer <= 8
     assert post_as(coordinator, evil, "join")[0] == 200

@@ -79,7 +79,7 @@ def test_a_name_repeated_by_a_dictionary_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["list", "struct", "float", "extra", "missing", "delta", "wide"])
-def test_a_table_of_another_form_is_refused(kind: str):
+def test_a_table_of_another_form_is_refused(kind):
     other = columns(4)
     options = {}
     match kind:
@@ -114,7 +114,7 @@ CLIMBING = ("../../climb", "/absolute/path", "a/../../b", "a\\..\\b", "a\x1b[2J"
 
 
 @pytest.mark.parametrize("key", CLIMBING)
-def test_keys_that_lead_out_of_a_folder_are_not_written(key: str, tmp_path):
+def test_keys_that_lead_out_of_a_folder_are_not_written(key, tmp_path):
     """Finding 12."""
     pq.write_table(pa.table({"__key__": ["good", key], "text": ["a", "b"]}), tmp_path / "rows.parquet")
     with pytest.raises(DatasetError, match="outside a folder"):
@@ -123,7 +123,7 @@ def test_keys_that_lead_out_of_a_folder_are_not_written(key: str, tmp_path):
 
 
 @pytest.mark.parametrize("key", CLIMBING)
-def test_names_that_lead_out_of_a_folder_are_not_read(key: str, tmp_path):
+def test_names_that_lead_out_of_a_folder_are_not_read(key, tmp_path):
     with tarfile.open(tmp_path / "in.tar", "w") as archive:
         for name in ("./fine/0001.txt", f"{key}.txt"):
             info = tarfile.TarInfo(name)

@@ -1,14 +1,11 @@
 """Members see and do what their roles are for."""
 
-from forebay.coordinator.server import Coordinator
-from forebay.data_node import DataNode
-from forebay.network.pki.identity import Identity
 from support.attacked import post_as
 from support.attackers import ask, issue
 from support.waiting import until
 
 
-def test_figures_of_peers_are_for_administrators(node: DataNode, network_dir):
+def test_figures_of_peers_are_for_administrators(node, network_dir):
     reader, admin = issue(network_dir, "reader", "worker"), issue(network_dir, "admin", "admin")
     sha256 = node.datasets[0].table.row(0).sha256
     assert ask(reader, node.address, "GET", f"/v1/slices/{sha256}")[0] == 200
@@ -17,7 +14,7 @@ def test_figures_of_peers_are_for_administrators(node: DataNode, network_dir):
     assert status == 200 and b"forebay_connections" in text and reader.peer_id.encode() not in text
 
 
-def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_dir, evil: Identity):
+def test_the_role_and_the_settings_of_a_run(coordinator, network_dir, evil):
     """Members without the role are no workers, and none settles what all train on."""
     assert post_as(coordinator, issue(network_dir, "data", "data"), "join")[0] == 403
     settings = {"settings": {"dataset_name": "/etc", "num_steps": 1}}

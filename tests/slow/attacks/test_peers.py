@@ -4,22 +4,18 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceInfo
-from forebay.dataset.reader import Dataset
 from forebay.lease.messages import ExchangeRequest
 from forebay.network import peer_source
 from forebay.network.client import Client
 from forebay.network.peer import Provider
-from forebay.network.pki.identity import Identity
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.leases import JobSpec
-from forebay.scheduler.server import SchedulerService
 from support.attacked import NUM_SHARED, core, exchange, leased, sharing, swarm, until_named
 from support.attackers import HOST, issue, organisation
 
 
-def test_an_accused_member_is_named_to_all_but_its_accusers(node: DataNode, dataset: Dataset, network_dir):
+def test_an_accused_member_is_named_to_all_but_its_accusers(node, dataset, network_dir):
     """Of whatever organisations they are; the node asks it for nothing."""
     accusers = [issue(network_dir, name, "worker", by=organisation(network_dir, name)) for name in ("b", "c")]
     honest, reader = issue(network_dir, "a", "worker"), issue(network_dir, "reader", "worker")
@@ -53,7 +49,7 @@ def test_a_check_of_a_peer_that_drips_ends(network_dir, monkeypatch):
     assert clock.now < peer_source.STALL_S + 2.0
 
 
-def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, evil: Identity):
+def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler, evil):
     """Each would be a row of the journal, and memory for as long as the job lasts."""
     (lease, *_) = leased(scheduler, evil, 1)
     invalid = [{"peer_id": f"absent{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]

@@ -1,8 +1,6 @@
 """What a worker may do to a run: false steps, other ranks' keys, other members' names."""
 
 from forebay.coordinator.messages import Leave, LogLine, PollChange, Stepped, Tick
-from forebay.coordinator.server import Coordinator
-from forebay.network.pki.identity import Identity
 from support.attacked import Run, post_as
 from support.attackers import answers, request
 from support.wire import connect
@@ -10,9 +8,7 @@ from support.wire import connect
 LIE = 2**61
 
 
-def test_a_step_that_one_member_alone_says_is_finished_does_not_count(
-    coordinator: Coordinator, evil: Identity, honest: Identity
-):
+def test_a_step_that_one_member_alone_says_is_finished_does_not_count(coordinator, evil, honest):
     """Each keeps its connection: one that closes is a process that ended."""
     with connect(honest, coordinator.address) as first, connect(evil, coordinator.address) as second:
 
@@ -112,7 +108,7 @@ def test_keys_of_the_rendezvous_have_one_rank_that_sets_them():
     assert asked == [2] * 3 + [12] * 3 + [0] * 9
 
 
-def test_a_workers_name_is_not_another_members_to_take(coordinator: Coordinator, evil: Identity, honest: Identity):
+def test_a_workers_name_is_not_another_members_to_take(coordinator, evil, honest):
     assert post_as(coordinator, honest, "join")[0] == 200
     status, message = post_as(coordinator, evil, "join", worker_id="honest")
     assert (status, message["error"]) == (409, "duplicate")

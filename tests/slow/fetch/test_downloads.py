@@ -8,29 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from forebay.errors import NetworkError
 from forebay.fetch.downloads import download_large_file
+from support.big_file import CONTENT, MIB, big_file_server
 from support.calibration import scaled
-from support.origin_server import OriginServer
 from support.waiting import until
 
-MIB = 1 << 20
-CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
+server = big_file_server
 
 
-@pytest.fixture
-def server(tmp_path) -> Iterator[OriginServer]:
-    (tmp_path / "origin").mkdir()
-    (tmp_path / "origin" / "big").write_bytes(CONTENT)
-    with OriginServer(tmp_path / "origin") as server:
-        yield server
-
-
-def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: OriginServer, tmp_path):
+def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server, tmp_path):
     """Each run fetches only what is missing, and a piece for each connection at most."""
     path, kills, chance = tmp_path / "out" / "big", 0, random.Random(1)
     server.faults.bytes_per_s = 5 * MIB
@@ -52,7 +42,7 @@ def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server: Origi
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 2.0])
-def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path, timeout_s: float):
+def test_patience_bounds_all_attempts_together(server, tmp_path, timeout_s: float):
     """Silence at the first answer, and amid the bytes; what came is kept, and the download goes on from there."""
     path = tmp_path / "out" / "big"
     began = time.monotonic()

@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 @as_root
 @pytest.mark.parametrize("how", USES)
 @pytest.mark.parametrize("what", ["directory", "link", "file in it"])
-def test_a_directory_of_another_user(folder: Path, monkeypatch, how: str, what: str):
+def test_a_directory_of_another_user(folder, monkeypatch, how, what):
     name, use = USES[how]
     monkeypatch.setattr(machine.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
     path = folder / name
@@ -65,7 +65,7 @@ def test_a_directory_of_another_user(folder: Path, monkeypatch, how: str, what: 
 
 
 @as_root
-def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch):
+def test_compiled_code_of_another_user_is_not_run(folder, monkeypatch):
     parent = folder / "numba"
     parent.mkdir(mode=0o755)
     os.chown(parent, STRANGER, STRANGER)  # Whoever owns it can replace what is in it.
@@ -73,7 +73,7 @@ def test_compiled_code_of_another_user_is_not_run(folder: Path, monkeypatch):
     assert compiled._directory.__wrapped__().startswith(str(folder / "own"))
 
 
-def test_an_own_directory_is_private_or_is_made_so(folder: Path, caplog):
+def test_an_own_directory_is_private_or_is_made_so(folder, caplog):
     assert (machine.own_directory(folder / "new" / "d").stat().st_mode & 0o777) == 0o700
     old = folder / "old"
     old.mkdir()
@@ -90,7 +90,7 @@ def test_an_own_directory_is_private_or_is_made_so(folder: Path, caplog):
 
 @as_root
 @pytest.mark.parametrize("name", ["user", "user/verified"])
-def test_a_local_dataset_is_read_without_a_cache_of_another_user(folder: Path, caplog, name: str):
+def test_a_local_dataset_is_read_without_a_cache_of_another_user(folder, caplog, name):
     data = write_tokens(folder / "data", [1000]).path
     path = folder / name
     path.mkdir(parents=True)
@@ -111,7 +111,7 @@ def public() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("by_link", [False, True])
-def test_a_directory_that_others_can_rename(public: Path, monkeypatch, by_link: bool):
+def test_a_directory_that_others_can_rename(public, monkeypatch, by_link):
     (shared := public / "shared").mkdir()
     path = shared / "link" / "cache"
     (shared / "link").symlink_to(public) if by_link else (shared / "link").mkdir()
@@ -130,7 +130,7 @@ def test_a_directory_that_others_can_rename(public: Path, monkeypatch, by_link: 
         assert machine.own_directory(path) == path
 
 
-def test_directories_that_are_made_are_closed(folder: Path):
+def test_directories_that_are_made_are_closed(folder):
     before = os.umask(0)
     try:
         machine.own_directory(folder / "a" / "b")
@@ -140,7 +140,7 @@ def test_directories_that_are_made_are_closed(folder: Path):
 
 
 @pytest.mark.parametrize("name", ["state", "locks/room"])
-def test_a_link_in_a_cache_is_not_followed(folder: Path, name: str):
+def test_a_link_in_a_cache_is_not_followed(folder, name):
     cache, victim = folder / "cache", folder / "victim"
     victim.write_text("mine\n")
     (cache / name).parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def test_a_link_in_a_cache_is_not_followed(folder: Path, name: str):
     assert victim.read_text() == "mine\n"
 
 
-def test_a_file_system_that_maps_users_is_no_stranger(folder: Path, monkeypatch):
+def test_a_file_system_that_maps_users_is_no_stranger(folder, monkeypatch):
     (folder / "d").mkdir(mode=0o700)
     own = os.getuid()
     monkeypatch.setattr(machine.os, "getuid", lambda: own + 1)  # Every file there is of another user than this one.

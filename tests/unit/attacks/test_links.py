@@ -72,14 +72,14 @@ USES: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("name", [SLICE, "manifest.json", "slices.parquet"])
-def test_a_link_below_a_dataset_is_not_followed(data: Path, tmp_path, use: str, name: str):
+def test_a_link_below_a_dataset_is_not_followed(data, tmp_path, use, name):
     (tmp_path / "in.jsonl").write_text('{"text": "more"}\n')
     make_link(data, name)
     with pytest.raises(ForebayError, match=r"a link, which is not followed.*cp -rL"):
         USES[use](data, tmp_path / "out")
 
 
-def test_a_directory_of_slices_that_is_a_link(data: Path, tmp_path):
+def test_a_directory_of_slices_that_is_a_link(data, tmp_path):
     (data / "slices").rename(tmp_path / "slices")
     (data / "slices").symlink_to(tmp_path / "slices")
     with pytest.raises(DatasetError, match="a link, which is not followed"):
@@ -87,7 +87,7 @@ def test_a_directory_of_slices_that_is_a_link(data: Path, tmp_path):
     assert not verify_dataset(data).ok
 
 
-def test_verify_and_import_name_links(data: Path, tmp_path):
+def test_verify_and_import_name_links(data, tmp_path):
     make_link(data, SLICE)
     assert verify_dataset(data).changed == [SLICE]
     for name in (MANIFEST_FILE, "slices.parquet"):
@@ -96,7 +96,7 @@ def test_verify_and_import_name_links(data: Path, tmp_path):
         import_slices(data)
 
 
-def test_a_directory_that_the_user_names_by_a_link_is_read(data: Path, tmp_path):
+def test_a_directory_that_the_user_names_by_a_link_is_read(data, tmp_path):
     (tmp_path / "named").symlink_to(data)
     assert len(open_dataset(tmp_path / "named")) == 40 and read_all(tmp_path / "named")
     assert verify_dataset(tmp_path / "named").ok
@@ -117,7 +117,7 @@ def test_only_regular_files_below_a_directory(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["mds", "litdata", "megatron"])
-def test_a_link_in_data_of_another_tool_is_not_followed(data: Path, tmp_path, to: str):
+def test_a_link_in_data_of_another_tool_is_not_followed(data, tmp_path, to):
     shards = tmp_path / "shards"
     convert(data, shards, to, ConvertOptions())
     assert read_all(shards)
@@ -142,7 +142,7 @@ class Served:
 
 
 @pytest.mark.parametrize("is_link", [True, False])
-def test_a_data_node_sends_the_bytes_of_the_dataset_alone(data: Path, tmp_path, is_link: bool, caplog):
+def test_a_data_node_sends_the_bytes_of_the_dataset_alone(data, tmp_path, is_link, caplog):
     names = ["documents.parquet", "tokenizer.json", "manifest.sig.json", "report.html"]
     (data / "manifest.sig.json").touch()
     secrets = dict.fromkeys(names, b"SECRET") | {SLICE: b"S" * (data / SLICE).stat().st_size}
@@ -163,7 +163,7 @@ def test_a_data_node_sends_the_bytes_of_the_dataset_alone(data: Path, tmp_path, 
     assert "documents.parquet is not served here" in caplog.text and "a slice" not in caplog.text
 
 
-def test_a_directory_that_became_a_link_after_the_check(data: Path, tmp_path, monkeypatch):
+def test_a_directory_that_became_a_link_after_the_check(data, tmp_path, monkeypatch):
     secret = bytes((data / SLICE).stat().st_size)
     verify = VerifiedChunks.verify
 
@@ -181,7 +181,7 @@ def test_a_directory_that_became_a_link_after_the_check(data: Path, tmp_path, mo
             served.slice(1)
 
 
-def test_a_slice_is_hashed_once_until_its_file_changes(data: Path, tmp_path, monkeypatch):
+def test_a_slice_is_hashed_once_until_its_file_changes(data, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     hashed, leaves = [], Dataset.leaves
     monkeypatch.setattr(Dataset, "leaves", lambda self, index: (hashed.append(index), leaves(self, index))[1])

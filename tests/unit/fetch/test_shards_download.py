@@ -3,9 +3,7 @@
 import errno
 import itertools
 import os
-import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,10 @@ from forebay.storage import retry
 from forebay.storage.base import ChangedError
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
-from support.origin_server import OriginServer
+from support.big_file import CONTENT, MIB, big_file_server
 from support.waiting import until
 
-MIB = 1 << 20
-CONTENT = random.Random(3).randbytes(3 * MIB + 4321)
-
-
-@pytest.fixture
-def server(tmp_path) -> Iterator[OriginServer]:
-    (tmp_path / "origin").mkdir()
-    (tmp_path / "origin" / "big").write_bytes(CONTENT)
-    with OriginServer(tmp_path / "origin") as server:
-        yield server
+server = big_file_server
 
 
 def only(path: Path) -> list[str]:
@@ -57,7 +46,7 @@ def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ra
             plan_download(size, **wrong)
 
 
-def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path):
+def test_a_file_comes_whole_through_a_bad_network(server, tmp_path):
     server.faults.drop, server.faults.truncate = 0.2, 0.3
     path = tmp_path / "out" / "big"
     seen = []
@@ -74,7 +63,7 @@ def test_a_file_comes_whole_through_a_bad_network(server: OriginServer, tmp_path
     assert not (tmp_path / "none").exists()
 
 
-def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path, monkeypatch):
+def test_a_full_disk_is_clean_and_resumed(server, tmp_path, monkeypatch):
     path, real, written = tmp_path / "out" / "big", os.pwrite, [0]
 
     def full(file, data, offset):
@@ -92,7 +81,7 @@ def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path, monkey
     assert path.read_bytes() == CONTENT and got.bytes_fetched < len(CONTENT) - MIB
 
 
-def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path):
+def test_a_temporary_directory_of_ones_own(server, tmp_path):
     path, elsewhere = tmp_path / "out" / "big", Path("/dev/shm")
     download_large_file(server.url, "big", path, tmp_dir=tmp_path / "tmp")
     assert path.read_bytes() == CONTENT and not list((tmp_path / "tmp").iterdir())
@@ -107,7 +96,7 @@ def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path):
             folder.rmdir()
 
 
-def test_another_version_of_an_object_is_an_error_and_begun_anew(server: OriginServer, tmp_path, monkeypatch):
+def test_another_version_of_an_object_is_an_error_and_begun_anew(server, tmp_path, monkeypatch):
     path, other, requests = tmp_path / "out" / "big", CONTENT[: 2 * MIB], itertools.count()
 
     def change():
@@ -128,9 +117,7 @@ def test_another_version_of_an_object_is_an_error_and_begun_anew(server: OriginS
         list(open_origin(server.directory).read("big", 0, 10, "1"))
 
 
-def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
-    server: OriginServer, tmp_path, monkeypatch, caplog
-):
+def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(server, tmp_path, monkeypatch, caplog):
     path, stop = tmp_path / "big", threading.Event()
     lock = try_acquire(tmp_path / ".big.lock")
     assert lock is not None
@@ -151,7 +138,7 @@ def test_a_file_that_another_process_downloads_and_one_that_is_cancelled(
     assert not path.exists()
 
 
-def test_as_many_requests_at_once_as_workers(server: OriginServer, tmp_path, monkeypatch):
+def test_as_many_requests_at_once_as_workers(server, tmp_path, monkeypatch):
     (server.directory / "even").write_bytes(bytes(MIB))
     together = threading.Barrier(16)
     monkeypatch.setattr(server, "too_many", lambda: len(server.paths) > 1 and together.wait() < 0)

@@ -82,7 +82,7 @@ def damage(kind: str, path: Path, other: Path):
 
 
 @pytest.mark.parametrize("kind", ["flipped", "cut", "swapped", "missing"])
-def test_damage_at_an_origin_is_named_and_never_trained_on(own: Path, tmp_path, kind: str):
+def test_damage_at_an_origin_is_named_and_never_trained_on(own, tmp_path, kind):
     expected = read_samples(Loader(own, **ONE_BY_ONE), SAMPLES)
     _, second, third = slice_paths(own, expected)[:3]
     files = {path: path.read_bytes() for path in (second, third)}
@@ -101,7 +101,7 @@ def test_damage_at_an_origin_is_named_and_never_trained_on(own: Path, tmp_path, 
         assert result + read_samples(loader, SAMPLES) == expected  # Mended at the origin: the same loader continues.
 
 
-def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path):
+def test_a_manifest_and_a_table_that_disagree(own, tmp_path):
     manifest_json, table_parquet = (own / MANIFEST_FILE).read_bytes(), (own / TABLE_FILE).read_bytes()
     manifest, table = Manifest.from_json(manifest_json), SliceTable.from_parquet(table_parquet)
     with OriginServer(own) as server:
@@ -123,7 +123,7 @@ def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path):
         assert cached_slices(tmp_path / "cache")  # Their bytes are what they should be.
 
 
-def test_silent_changes_are_found_by_hashing(own: Path, server: OriginServer, tmp_path):
+def test_silent_changes_are_found_by_hashing(own, server, tmp_path):
     arguments = {"cache_dir": tmp_path / "cache", "dataset": server.url, **ONE_BY_ONE}
     expected = read_samples(Loader(**arguments), SAMPLES)
     second = slice_paths(own, expected)[1]
@@ -141,9 +141,7 @@ def test_silent_changes_are_found_by_hashing(own: Path, server: OriginServer, tm
         read_samples(local, SAMPLES)
 
 
-def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
-    data: Path, server: OriginServer, tmp_path, caplog, monkeypatch
-):
+def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(data, server, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("forebay.storage.retry.FIRST_S", 1e9)  # Fetches ahead say nothing.
     expected = read_samples(Loader(data, **ONE_BY_ONE), SAMPLES)
     arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
@@ -171,13 +169,13 @@ def test_an_outage_is_noticed_when_a_chunk_is_missing_and_no_sooner(
     assert re.search(pattern, caplog.text)
 
 
-def test_a_cache_that_cannot_be_written_is_told(server: OriginServer, tmp_path):
+def test_a_cache_that_cannot_be_written_is_told(server, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UsageError, match=r"cannot write in .* choose another directory"):
         read_samples(Loader(server.url, cache_dir=tmp_path / "file" / "cache", **ONE_BY_ONE), SAMPLES)
 
 
-def test_a_batch_that_is_due_does_not_wait_for_the_plans_of_an_epoch(server: OriginServer, tmp_path):
+def test_a_batch_that_is_due_does_not_wait_for_the_plans_of_an_epoch(server, tmp_path):
     cache = {"cache_dir": tmp_path / "cache", "cache_bytes": 64 * SLICES * SLICE_BYTES}
     with Loader(server.url, seq_len=SEQ_LEN, batch_size=1, **cache) as loader:
         list(loader)
@@ -193,7 +191,7 @@ def test_a_batch_that_is_due_does_not_wait_for_the_plans_of_an_epoch(server: Ori
     [((20, 16, 256), 64, 8, False, 158_779), ((6, 32, 512), 256, 4, True, 90_000)],
 )
 def test_a_file_that_the_cache_deletes_and_makes_again_is_read_anew(
-    tmp_path, shape: tuple[int, int, int], seq_len: int, batch_size: int, masks: bool, cache_bytes: int
+    tmp_path, shape, seq_len, batch_size, masks, cache_bytes
 ):
     """A cache that evicts all chunks of slices that are open: tokens are compared, not ids alone."""
     folder = make_dataset(tmp_path / "small", *shape)
@@ -208,7 +206,7 @@ def test_a_file_that_the_cache_deletes_and_makes_again_is_read_anew(
 
 
 @pytest.mark.parametrize("pattern", ["", "*"])
-def test_files_that_others_delete_are_fetched_again(server: OriginServer, tmp_path, pattern: str):
+def test_files_that_others_delete_are_fetched_again(server, tmp_path, pattern):
     cache, loaders = tmp_path / "cache", {"seq_len": SEQ_LEN, "batch_size": 4, "document_masks": True}
     expected = [batch.inputs.tolist() for batch in Loader(server.directory, **loaders)]
     read = []
@@ -221,7 +219,7 @@ def test_files_that_others_delete_are_fetched_again(server: OriginServer, tmp_pa
     assert read == expected
 
 
-def test_files_that_others_delete_during_a_fetch_are_fetched_again(server: OriginServer, tmp_path, monkeypatch):
+def test_files_that_others_delete_during_a_fetch_are_fetched_again(server, tmp_path, monkeypatch):
     expected = [batch.inputs.tolist() for batch in Loader(server.directory, **ONE_BY_ONE)]
     deleted = delete_while_fetching(tmp_path / "cache", monkeypatch)
     with Loader(server.url, **ONE_BY_ONE, cache_dir=tmp_path / "cache") as loader:
@@ -230,7 +228,7 @@ def test_files_that_others_delete_during_a_fetch_are_fetched_again(server: Origi
     check_cache(tmp_path / "cache")
 
 
-def test_a_fetch_whose_end_the_cache_cannot_record_is_done_again(own: Path, tmp_path, monkeypatch):
+def test_a_fetch_whose_end_the_cache_cannot_record_is_done_again(own, tmp_path, monkeypatch):
     def fail(path: Path) -> Lock:
         if threading.current_thread().name.startswith("fetch-") and next(faults, None):
             raise OSError(errno.EMFILE, "Too many open files")
@@ -252,7 +250,7 @@ def test_a_fetch_whose_end_the_cache_cannot_record_is_done_again(own: Path, tmp_
         until(lambda: loader.stats()["in_flight"] == 0)
 
 
-def test_wrong_chunks_of_a_cache_do_not_count_as_stored(server: OriginServer, tmp_path):
+def test_wrong_chunks_of_a_cache_do_not_count_as_stored(server, tmp_path):
     cached = []
     for _ in range(2):
         cache = CacheOptions(verify="open")

@@ -72,7 +72,7 @@ def sample(index: int, number: int) -> list[int]:
     return shard_tokens(index)[number * L : (number + 1) * L].tolist()
 
 
-def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path):
+def test_shards_cycle_and_swap_at_their_step(server, folder):
     """Two passes: order of shards, samples, disk."""
     trace, max_chunks = [], 0
     with open_shards(server, folder) as shards:
@@ -94,7 +94,7 @@ def test_shards_cycle_and_swap_at_their_step(server: OriginServer, folder: Path)
     assert all(sent_bytes(server, index) >= 2 * TOKEN_BYTES for index in range(SHARDS))  # each fetched anew
 
 
-def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server: OriginServer, folder: Path):
+def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server, folder):
     with contextlib.ExitStack() as stack:
         ranks = [
             stack.enter_context(open_shards(server, folder, keep_shards=True, rank=rank, world_size=2))
@@ -109,7 +109,7 @@ def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server: OriginSe
     assert all(TOKEN_BYTES <= sent_bytes(server, index) < TOKEN_BYTES + MOST_HEADERS for index in range(SHARDS))
 
 
-def test_files_that_others_delete_during_a_fetch_are_fetched_again(server: OriginServer, folder: Path, monkeypatch):
+def test_files_that_others_delete_during_a_fetch_are_fetched_again(server, folder, monkeypatch):
     deleted = delete_while_fetching(folder, monkeypatch)
     with open_shards(server, folder) as shards:
         for batch in shards.batches(0, 3 * SHARDS, batch_size=8):
@@ -117,7 +117,7 @@ def test_files_that_others_delete_during_a_fetch_are_fetched_again(server: Origi
     assert deleted
 
 
-def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path):
+def test_a_jump_to_another_step_leaves_nothing_behind(bucket, folder):
     with open_shards(bucket, folder, reset_step=10) as shards:
         for step, expected in ((0, 0), (7, 2), (9, 3), (10, 0), (5, 1)):
             assert shards.at_step(step).index == expected
@@ -126,7 +126,7 @@ def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, folder: Path
             assert len(read_chunks(folder)) == 4
 
 
-def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path, monkeypatch):
+def test_as_the_guides_own_code_calls_it(server, tmp_path, monkeypatch):
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
@@ -144,9 +144,7 @@ def test_as_the_guides_own_code_calls_it(server: OriginServer, tmp_path, monkeyp
     asyncio.run(train())
 
 
-def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_swap(
-    bucket: Path, folder: Path, monkeypatch, caplog
-):
+def test_training_begins_with_the_first_shard_and_waits_for_a_late_one_at_the_swap(bucket, folder, monkeypatch, caplog):
     is_open, obtain = threading.Event(), ShardCache.obtain
 
     def obtain_later(cache, index, *args):
@@ -190,7 +188,7 @@ def environment(server: OriginServer) -> dict[str, str]:
 
 
 def test_variables_of_a_bucket_come_from_the_environment_or_a_file_and_no_secret_is_shown(
-    server: OriginServer, tmp_path, monkeypatch, caplog
+    server, tmp_path, monkeypatch, caplog
 ):
     caplog.set_level("DEBUG")
     monkeypatch.chdir(tmp_path)
@@ -228,7 +226,7 @@ def test_variables_of_a_bucket_come_from_the_environment_or_a_file_and_no_secret
     assert SECRET_KEY not in caplog.text and wrong_secret not in caplog.text
 
 
-def test_an_origin_that_stays_away_is_named(server: OriginServer, folder: Path):
+def test_an_origin_that_stays_away_is_named(server, folder):
     server.faults.drop = 1.0
     with (
         open_shards(server, folder, timeout_s=0.5, num_shards=SHARDS) as shards,
@@ -237,7 +235,7 @@ def test_an_origin_that_stays_away_is_named(server: OriginServer, folder: Path):
         shards.at_step(0)
 
 
-def test_too_small_a_disk_is_refused_before_the_first_byte(server: OriginServer, folder: Path, monkeypatch):
+def test_too_small_a_disk_is_refused_before_the_first_byte(server, folder, monkeypatch):
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=1_000_000))
     for settings, match in (
@@ -249,7 +247,7 @@ def test_too_small_a_disk_is_refused_before_the_first_byte(server: OriginServer,
     assert sum(server.bytes_sent.values()) < MOST_HEADERS and read_chunks(folder) == {}
 
 
-def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path):
+def test_shards_in_their_place_are_used_there_and_stay(own_bucket):
     """Also by several ranks."""
     with open_shards(own_bucket, own_bucket) as first, open_shards(own_bucket, own_bucket) as second:
         for shards in (first, second):
@@ -259,9 +257,7 @@ def test_shards_in_their_place_are_used_there_and_stay(own_bucket: Path):
     assert not list(own_bucket.glob(".*.tmp")) and len(list(own_bucket.glob(".train_*.map"))) == 3  # One is upcoming.
 
 
-def test_wrong_origins_and_arguments_are_refused_and_small_machines_warned_of(
-    own_bucket: Path, folder: Path, monkeypatch, caplog
-):
+def test_wrong_origins_and_arguments_are_refused_and_small_machines_warned_of(own_bucket, folder, monkeypatch, caplog):
     def read_indexes(*steps, **settings):
         with open_shards(own_bucket, folder, **settings) as shards:
             return [shards.at_step(step).index for step in steps]
@@ -295,7 +291,7 @@ def test_wrong_origins_and_arguments_are_refused_and_small_machines_warned_of(
         read_indexes(0, 3)
 
 
-def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path):
+def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket):
     with open_shards(own_bucket, own_bucket) as miner, open_shards(own_bucket, own_bucket) as validator:
         mined = []
         for batch in miner.batches(4, 6, batch_size=8):
@@ -306,7 +302,7 @@ def test_a_validator_finds_the_samples_that_a_miner_read(own_bucket: Path):
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3", "r2"])
-def test_a_plan_of_shards_agrees_with_the_server(scheme: str, server: OriginServer, folder: Path, monkeypatch, capsys):
+def test_a_plan_of_shards_agrees_with_the_server(scheme, server, folder, monkeypatch, capsys):
     for name, value in (environment(server) | server.s3_environment).items():
         monkeypatch.setenv(name, value)
     url = {"http": f"{server.url}/{PREFIX}", "s3": f"s3://{BUCKET}/{PREFIX}", "r2": "r2://"}[scheme]

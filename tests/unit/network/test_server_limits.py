@@ -79,7 +79,7 @@ def is_served(server: MemoryServer, member: str) -> bool:
 # Connections.
 
 
-def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Handler):
+def test_in_a_full_house_the_peer_with_most_makes_room(start, handler):
     server = start(connections=4)
     idle, other = [server.connect("many") for _ in range(3)], server.connect("other")
     idle[0].send(WAIT_REQUEST)  # the oldest, but it has a request in progress
@@ -92,7 +92,7 @@ def test_in_a_full_house_the_peer_with_most_makes_room(start: Start, handler: Ha
     assert idle[0].answers()[0].status == 200
 
 
-def test_slow_readers_make_room_after_a_while(start: Start):
+def test_slow_readers_make_room_after_a_while(start):
     server = start(connections=2)
     slow = [server.connect("many") for _ in range(2)]
     for connection in slow:
@@ -103,7 +103,7 @@ def test_slow_readers_make_room_after_a_while(start: Start):
     assert is_served(server, "other") and [c.is_open for c in slow] == [False, True]
 
 
-def test_connections_of_a_peer(start: Start, handler: Handler):
+def test_connections_of_a_peer(start, handler):
     server = start(connections_per_peer=2)
     busy = [server.connect("many") for _ in range(2)]
     for connection in busy:
@@ -115,7 +115,7 @@ def test_connections_of_a_peer(start: Start, handler: Handler):
     assert [connection.is_open for connection in busy] == [False, True]
 
 
-def test_connections_of_an_organisation(start: Start):
+def test_connections_of_an_organisation(start):
     server = start(connections_per_organisation=2)
     first = server.connect("acme/a")
     assert is_served(server, "acme/b") and not server.connect("acme/c").is_open
@@ -125,7 +125,7 @@ def test_connections_of_an_organisation(start: Start):
     assert is_served(server, "acme/c")
 
 
-def test_handshakes_of_an_address(start: Start):
+def test_handshakes_of_an_address(start):
     """They are bounded for each address, and a new one takes the place of the oldest."""
     server = start(handshakes_per_address=2, handshake_s=5.0)
     other = server.knock("10.0.0.2")
@@ -139,7 +139,7 @@ def test_handshakes_of_an_address(start: Start):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_requests_in_flight(start: Start, handler: Handler, own: bool):
+def test_requests_in_flight(start, handler, own):
     """Of a peer, and of an organisation whose members are several."""
     server = start(**{"requests_per_peer" if own else "requests_per_organisation": 2})
     connections = [server.connect(f"acme/{'a' if own else name}") for name in "abc"]
@@ -156,7 +156,7 @@ def test_requests_in_flight(start: Start, handler: Handler, own: bool):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_rate_of_requests(start: Start, own: bool):
+def test_rate_of_requests(start, own):
     server = start(**{"requests_per_s" if own else "organisation_requests_per_s": 2})
     connections = [server.connect(f"acme/{name}") for name in "ab"]
     asking = [connections[0 if own else number % 2] for number in range(5)]
@@ -170,7 +170,7 @@ def test_rate_of_requests(start: Start, own: bool):
 
 
 @pytest.mark.parametrize("path", ["/nothing/here", "/"])
-def test_refusals_beyond_their_rate_are_answered_later(start: Start, path: str):
+def test_refusals_beyond_their_rate_are_answered_later(start, path):
     """Those of a handler, and those of a limit; others are served meanwhile."""
     server = start(refusals_per_s=10, **({} if path != "/" else {"requests_per_s": 1e-3}))
     flood = server.connect("flood")
@@ -208,7 +208,7 @@ def test_a_role_is_checked_before_the_body_is_read():
     assert bodies == [b'{"n":1}'] and [kind for kind, _ in members.events] == ["refused"] * 2
 
 
-def test_the_revoked_are_refused_and_cut(start: Start):
+def test_the_revoked_are_refused_and_cut(start):
     members = Members()
     server = start(members)
     connections = [server.connect(name) for name in ("good", "thief")]
@@ -220,7 +220,7 @@ def test_the_revoked_are_refused_and_cut(start: Start):
     assert [kind for kind, _ in members.events] == ["refused", "cut"]
 
 
-def test_a_server_that_stops_takes_no_request_and_no_connection(start: Start):
+def test_a_server_that_stops_takes_no_request_and_no_connection(start):
     server = start()
     connection = server.connect("a")
     server.core.is_draining = True
@@ -229,7 +229,7 @@ def test_a_server_that_stops_takes_no_request_and_no_connection(start: Start):
     assert not server.connect("b").is_open
 
 
-def test_requests_sent_at_once_are_all_answered(start: Start):
+def test_requests_sent_at_once_are_all_answered(start):
     """In one packet, in packets of a byte, and with a body that ends beside the next head."""
     connection, item = start().connect("a"), b"POST /%d HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
     connection.send(b"".join(item % i for i in range(16)))
@@ -250,7 +250,7 @@ def test_requests_sent_at_once_are_all_answered(start: Start):
         (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n", 70.0),
     ],
 )
-def test_who_rests_or_drips_is_cut(start: Start, head: bytes, piece: bytes, cut_s: float):
+def test_who_rests_or_drips_is_cut(start, head, piece, cut_s):
     server = start()
     slow = server.connect("slow")
     slow.send(head)
@@ -262,7 +262,7 @@ def test_who_rests_or_drips_is_cut(start: Start, head: bytes, piece: bytes, cut_
 
 
 @pytest.mark.parametrize("path", [b"file", b"memory", b"large"])
-def test_who_reads_nothing_is_cut(start: Start, path: bytes):
+def test_who_reads_nothing_is_cut(start, path):
     """Amid a file, and behind answers to requests that it goes on sending; who reads a little now and then is not."""
     server = start(send_s=8.0)
     nothing, slowly = (server.connect(name) for name in ("nothing", "slowly"))
@@ -280,7 +280,7 @@ def test_who_reads_nothing_is_cut(start: Start, path: bytes):
     assert got > 8 * LARGE
 
 
-def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monkeypatch):
+def test_bytes_are_charged_as_they_are_sent(start, handler, monkeypatch):
     """Who reads nothing and hangs up is charged for what was sent; where no quota is left the connection ends."""
     monkeypatch.setattr(app, "CHARGE_BYTES", LARGE)
     server = start()
@@ -300,13 +300,13 @@ def test_bytes_are_charged_as_they_are_sent(start: Start, handler: Handler, monk
     assert handler.charged == handler.quota
 
 
-def test_what_cannot_be_opened_is_not_charged(start: Start, handler: Handler):
+def test_what_cannot_be_opened_is_not_charged(start, handler):
     handler.file.unlink()
     handler.charged = LARGE
     assert start().connect("reader").ask("/charged").status == 500 and handler.charged == 0
 
 
-def test_a_server_that_was_slow_itself_cuts_no_client(start: Start):
+def test_a_server_that_was_slow_itself_cuts_no_client(start):
     """Its loop stands still for longer than a handshake and a head may take, while their rest is in the socket."""
     server = start()
     late, stranger = server.connect("late"), server.knock()
@@ -350,7 +350,7 @@ def open_server(start, **limits):
     return server
 
 
-def test_bodies_that_are_too_long_or_waited_for_are_answered_without_them(start: Start):
+def test_bodies_that_are_too_long_or_waited_for_are_answered_without_them(start):
     server = open_server(start)
     long, waiting = server.connect(), server.connect()
     for length in (1 << 30, 1 << 63):
@@ -364,7 +364,7 @@ def test_bodies_that_are_too_long_or_waited_for_are_answered_without_them(start:
     assert waiting.answers()[0].json()["bytes"] == 3
 
 
-def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: Start):
+def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start):
     server = open_server(start, requests_per_peer=4, connections_per_peer=16)
     unfinished = [server.connect() for _ in range(40)]
     for connection in unfinished:
@@ -385,7 +385,7 @@ def test_requests_without_the_rest_of_their_body_take_no_place_of_others(start: 
         ("::ffff:10.1.2.3", "10.1.2.4", "10.1.3.3"),
     ],
 )
-def test_limits_of_an_address_and_of_its_network(start: Start, address: str, neighbour: str, other: str):
+def test_limits_of_an_address_and_of_its_network(start, address, neighbour, other):
     server = open_server(start, requests_per_s=2, organisation_requests_per_s=3)
 
     def num_served(address, num):
@@ -394,7 +394,7 @@ def test_limits_of_an_address_and_of_its_network(start: Start, address: str, nei
     assert [num_served(address, 5), num_served(neighbour, 5), num_served(other, 5)] == [4, 2, 4]
 
 
-def test_in_a_full_house_the_network_with_most_makes_room(start: Start):
+def test_in_a_full_house_the_network_with_most_makes_room(start):
     server = open_server(start, connections=8)
     crowd = [server.connect(address=f"10.0.0.{number}") for number in range(8)]
     others = [server.connect(address=f"10.0.{number}.1") for number in range(1, 5)]
@@ -402,7 +402,7 @@ def test_in_a_full_house_the_network_with_most_makes_room(start: Start):
     assert [connection.is_open for connection in crowd] == [False] * 4 + [True] * 4
 
 
-def test_addresses_of_a_64_share_their_handshakes(start: Start):
+def test_addresses_of_a_64_share_their_handshakes(start):
     server = start(handshakes_per_address=2)
     tasks = [server.knock(f"2001:db8::{number}") for number in range(1, 5)]
     assert [task.cancelled() for task in tasks] == [True, True, False, False]
@@ -431,7 +431,7 @@ def received_after(server: MemoryServer, connections: list[MemoryConnection], se
 
 
 @pytest.mark.parametrize("name", ["upload_bytes_per_s", "bytes_per_s", "organisation_bytes_per_s"])
-def test_rates_of_bytes(start: Start, name: str):
+def test_rates_of_bytes(start, name):
     server = start(**{name: 1e6})
     connections = [server.connect(f"acme/{member}") for member in ("aa" if name == "bytes_per_s" else "ab")]
     for connection in connections:
@@ -441,7 +441,7 @@ def test_rates_of_bytes(start: Start, name: str):
     assert abs(received_after(server, connections, 1.0) - burst - 2e6) < 600_000
 
 
-def test_a_task_that_fails_goes_on(start: Start, caplog):
+def test_a_task_that_fails_goes_on(start, caplog):
     server, runs = start(), []
 
     async def work():

@@ -64,9 +64,7 @@ def kinds(tmp_path: Path) -> list[str]:
     return [json.loads(line)["kind"] for line in text.splitlines()]
 
 
-def test_a_machine_joins_with_a_key_that_stays_on_it(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path, monkeypatch
-):
+def test_a_machine_joins_with_a_key_that_stays_on_it(server, clock, tmp_path, monkeypatch):
     sent = []
     ask = joining._post
     monkeypatch.setattr(joining, "_post", lambda *args: sent.append(repr(args)) or ask(*args))
@@ -82,9 +80,7 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
         join_by_token(make_token(server, clock), tmp_path / "n", "n")
 
 
-def test_joining_and_renewing_go_on_while_the_server_is_busy(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path, monkeypatch
-):
+def test_joining_and_renewing_go_on_while_the_server_is_busy(server, clock, tmp_path, monkeypatch):
     """As long as the token is valid."""
     refusals = [ApiError(429, "busy", "others ask"), ApiError(503, "stopping", "restarts")]
     begin = ServerCore._check
@@ -101,7 +97,7 @@ def test_joining_and_renewing_go_on_while_the_server_is_busy(
         join_by_token(make_token(server, clock, id="cd" * 16, expires_at=time.time()), tmp_path / "b", "b")
 
 
-def test_tokens_that_do_not_count(server: AdmissionServer, clock: SimpleNamespace, network_dir):
+def test_tokens_that_do_not_count(server, clock, network_dir):
     good, other = make_token(server, clock), read_issuer(network_dir)
     public_key = server.admissions.issuer.key.public_key().public_bytes_raw()
     token, signed, signature = read_token(good)
@@ -123,9 +119,7 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: SimpleNamespac
         make_token(server, clock, uses=0)
 
 
-def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path
-):
+def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(server, clock, tmp_path):
     text = make_token(server, clock, uses=2)
     a = join_by_token(text, tmp_path / "a", "a")
     # The same key again, as if the answer had been lost: the same peer, and no second use.
@@ -140,9 +134,7 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
     assert kinds(tmp_path) == ["admitted", "admitted", "renewed", "refused"]
 
 
-def test_servers_of_one_directory_count_uses_together_and_an_unfinished_line_is_no_use(
-    server: AdmissionServer, clock: SimpleNamespace, tmp_path
-):
+def test_servers_of_one_directory_count_uses_together_and_an_unfinished_line_is_no_use(server, clock, tmp_path):
     text, path = make_token(server, clock), tmp_path / "org" / MEMBERS_FILE
     others = [Admissions(tmp_path / "org", now=lambda: clock.now)]
     join_by_token(text, tmp_path / "a", "a")
@@ -155,7 +147,7 @@ def test_servers_of_one_directory_count_uses_together_and_an_unfinished_line_is_
     assert MemberRecord(tmp_path / "org").users["cd" * 16]
 
 
-def test_a_withdrawn_token_admits_nobody_from_then_on(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+def test_a_withdrawn_token_admits_nobody_from_then_on(server, clock, tmp_path):
     text = make_token(server, clock, uses=3)
     node = join_by_token(text, tmp_path / "a", "a")
     MemberRecord(tmp_path / "org").add(withdrawn="ab" * 16)
@@ -165,7 +157,7 @@ def test_a_withdrawn_token_admits_nobody_from_then_on(server: AdmissionServer, c
     assert renew_at(server.address, node.node_dir).peer_id == node.peer_id
 
 
-def test_the_record_grows_by_uses_alone(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+def test_the_record_grows_by_uses_alone(server, clock, tmp_path):
     tokens = [make_token(server, clock, id=c * 32, valid_days=days) for c, days in (("a", 9), ("b", 3), ("c", 6))]
     key = join_by_token(tokens[0], tmp_path / "a", "a").node_dir / "node-key.pem"
     path = tmp_path / "org" / MEMBERS_FILE
@@ -179,7 +171,7 @@ def test_the_record_grows_by_uses_alone(server: AdmissionServer, clock: SimpleNa
     assert path.stat().st_size - size < 400  # one line
 
 
-def test_a_record_that_is_restored_is_read_again(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+def test_a_record_that_is_restored_is_read_again(server, clock, tmp_path):
     path, record = tmp_path / "org" / MEMBERS_FILE, MemberRecord(tmp_path / "org")
     record.add(withdrawn="a" * 32)
     old = path.read_bytes()
@@ -191,12 +183,12 @@ def test_a_record_that_is_restored_is_read_again(server: AdmissionServer, clock:
 
 
 @pytest.mark.parametrize("name", ["a2" * 16, "0F" * 20])
-def test_no_node_is_named_like_a_peer_id_or_serial_number(server: AdmissionServer, clock, name: str, tmp_path):
+def test_no_node_is_named_like_a_peer_id_or_serial_number(server, clock, name, tmp_path):
     with pytest.raises(ProtocolError, match="form of a peer id or serial number"):
         admit(server.admissions, make_token(server, clock), tmp_path / "network" / "root-key.pem", name)
 
 
-def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+def test_another_servers_key_is_told_nothing(server, clock, tmp_path):
     create_network(tmp_path / "evil", "test-network")
     evil = AdmissionServer(Admissions(tmp_path / "evil")).start()
     try:
@@ -208,7 +200,7 @@ def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Sim
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+def test_a_certificate_is_renewed_from_afar(server, clock, tmp_path):
     node = join_by_token(make_token(server, clock, valid_days=2.0), tmp_path / "n", "n")
     renewed = renew_at(server.address, node.node_dir)
     assert (renewed.peer_id, renewed.scope, renewed.org) == (node.peer_id, node.scope, node.org)
@@ -229,7 +221,7 @@ def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Simp
         renew_at(server.address, node.node_dir)
 
 
-def test_a_node_of_the_root_is_not_the_organisations_to_renew(server: AdmissionServer, network_dir, tmp_path):
+def test_a_node_of_the_root_is_not_the_organisations_to_renew(server, network_dir, tmp_path):
     node = join(network_dir, tmp_path / "n", "n")
     with pytest.raises(NetworkError, match="Nothing was sent"):
         renew_at(server.address, node.node_dir)
@@ -238,7 +230,7 @@ def test_a_node_of_the_root_is_not_the_organisations_to_renew(server: AdmissionS
         server.admissions.renew(RenewRequest(request=request), "x", der_of(node.certificate))
 
 
-def test_strangers_at_the_door(server: AdmissionServer, clock: SimpleNamespace, tmp_path):
+def test_strangers_at_the_door(server, clock, tmp_path):
     """Plain HTTP, silence, an endless body: each is dropped, and the next is served."""
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port))):  # says nothing
@@ -265,7 +257,7 @@ def root_admissions(tmp_path_factory) -> Admissions:
 @given(
     token=st.text(max_size=80), name=st.text(max_size=200), request=st.text(max_size=80), shown=st.binary(max_size=80)
 )
-def test_garbage_is_refused(root_admissions: Admissions, token: str, name: str, request, shown: bytes):
+def test_garbage_is_refused(root_admissions, token, name, request, shown):
     with pytest.raises(ProtocolError):
         root_admissions.admit(AdmitRequest(token=token, name=name, request=request), "x")
     with pytest.raises(ProtocolError):
@@ -273,7 +265,7 @@ def test_garbage_is_refused(root_admissions: Admissions, token: str, name: str, 
 
 
 @given(st.text(max_size=60))
-def test_garbage_is_no_token(text: str):
+def test_garbage_is_no_token(text):
     for form in (text, f"forebay1.{text}", f"forebay1.{text}.{text}"):
         with pytest.raises(ProtocolError, match="token"):
             read_token(form)

@@ -161,7 +161,7 @@ GOOD = json.loads('{"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have
     {"assignments": [{**HOLDER, "index": 0, "address": "https://"}]}, {"wait_s": float("nan")}, {"assignments": 3},
     {"assignments": [{**HOLDER, "index": -1}]}, {"sharers": [{}]}, {"sharers": [None]},
 ])  # fmt: skip
-def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(nonsense: dict):
+def test_a_tracker_is_left_for_the_next_on_its_first_malformed_answer(nonsense):
     client = StubClient({RUDE.address: lambda body: {**GOOD, **nonsense}, HONEST.address: honest_tracker()})
     with closing(reading(client)) as reader:
         assert named(reader).url.endswith(ORIGIN.address)
@@ -285,7 +285,7 @@ def test_a_provider_that_refuses_a_slice_is_asked_again_where_it_is_named_again(
 
 
 @pytest.mark.parametrize("wrong", [{"address": "nonsense"}, {"address": "a:99999"}, {"wait_s": float("inf")}])
-def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong: dict, monkeypatch):
+def test_a_tracker_that_names_nobody_and_goes_ends_the_wait(wrong, monkeypatch):
     """A member that serves as a tracker may answer anything; the reader gives up within its patience."""
     monkeypatch.setattr(swarm_reader, "_MIN_PATIENCE_S", 0.0)
     answers = [{**GOOD, "sharers": [{**HOLDER, **wrong}], **wrong}]
