@@ -236,7 +236,7 @@ def _line_batches(paths: Sequence[Path], position: Position | None = None) -> It
                     slot = [index, offset, number] if is_seekable or not offset else None
                     yield _Lines(f"{path}, line {number}", rows, sum(len(line) for _, _, line in batch), slot)
             except CorruptInputError as error:
-                raise DatasetError(f"{path}: expected complete lines, got: {error}.") from error
+                raise DatasetError(f"{path}: expected complete lines, got: {str(error).rstrip('.')}.") from error
 
 
 def _numbered_lines(file: BinaryIO, offset: int, first: int) -> Iterator[tuple[int, int, bytes]]:

@@ -39,14 +39,14 @@ BATCH_ROWS = 4096  # Of a batch that is made of rows as Python has them.
 DTYPE_KEY = b"forebay.dtype"  # Of a field's metadata: the type that bits in the column are of, as `BF16`.
 _BITS = ("BF16", "F8_E4M3", "F8_E5M2")
 INFERRED_BYTES = 64 << 20
-_MAX_UNPACKED_RATIO = 2000
+MAX_UNPACKED_RATIO = 2000
 _CHECK_RATIO = 100_000  # A file of zeros is to be reported, not refused.
 _STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.
 _GROUP_ROWS = 1 << 16
 _VALUES_AT_ONCE = 1 << 18  # As eight bytes each, and a few copies, they stay in the cache.
 
 
-def open_unpacked(path: Path, max_unpacked_ratio: int = _MAX_UNPACKED_RATIO) -> BinaryIO:
+def open_unpacked(path: Path, max_unpacked_ratio: int = MAX_UNPACKED_RATIO) -> BinaryIO:
     """Open a file's bytes, unpacked if it is compressed, as UTF-8 if it is text; for errors see `open_input`."""
     detection = detect(path)
     file = replace(input_of(path), compression=detection.compression, encoding=detection.encoding)

@@ -175,8 +175,8 @@ def unpack_stream(
                 size += len(data)
                 if size > max(MIN_UNPACKED_BYTES, max_ratio * counted.count):
                     raise ValueError(
-                        f"{counted.count} bytes grew to more than {max_ratio} times as many: a bomb, or text "
-                        "without content. Raise max_unpacked_ratio if you trust it"
+                        f"{counted.count} bytes grew to more than {max_ratio} times as many: a bomb, or text without "
+                        "content. If you trust it, unpack it first, or raise read.max_unpacked_ratio to prepare it"
                     )
         except _ERRORS as error:
             reason = str(error).rstrip(".")

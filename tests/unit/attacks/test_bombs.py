@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from forebay.errors import CorruptInputError, PrepareError
-from forebay.formats import inputs
+from forebay.convert import convert
+from forebay.errors import CorruptInputError, DatasetError, PrepareError
+from forebay.formats import inputs, sources
+from forebay.formats.conversion import ConvertOptions
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions
 from forebay.prepare.driver import prepare_dataset
 
@@ -37,6 +39,16 @@ def test_files_that_are_no_bomb_alone_are_one_together(tmp_path, monkeypatch, to
     read = {"read": {"max_unpacked_ratio": 50_000}}
     trusted = prepare_dataset(corpus, tmp_path / "out2", tokenizer="bytes", workers=1, to=to, settings=read)
     assert trusted.documents_out > 4 * alone.documents_out
+
+
+def test_a_conversion_has_one_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MIN_UNPACKED_BYTES", FLOOR)
+    monkeypatch.setattr(sources, "MAX_UNPACKED_RATIO", 10)
+    corpus = make_corpus(tmp_path / "in", FLOOR * 3 // 4)
+    assert convert(corpus / "3.jsonl.zst", tmp_path / "one", "parquet", ConvertOptions()).written.num_rows > 300
+    with pytest.raises(DatasetError, match=r"expected at most 1,048,576 bytes of rows in all"):
+        convert(corpus, tmp_path / "out", "parquet", ConvertOptions())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
