@@ -49,7 +49,8 @@ _LOOKUP_INTERVAL_S = 15.0
 _WATCH_S, _SLOW_S = 0.5, 2.0  # between two looks at what is slow; no source is slow before
 _MUCH = 3  # times as long as another source
 _PACE = 5  # times _SLOW_S, until a source that others named counts as too slow
-_MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE = 32 << 10, 1 / 8  # of such a source; of the usual speed
+_MIN_ALONE_BYTES_PER_S, _MIN_STEERED_BYTES_PER_S = 1 << 10, 32 << 10  # of such a source alone, and beside another
+_MIN_STEERED_SHARE = 1 / 8  # of the usual speed
 _USUAL_BYTES_PER_S = 1 << 20  # of a source whose speed is not known
 
 
@@ -267,12 +268,12 @@ class RunFetcher(Closing):
                     self._request_elsewhere(run, source, now)
 
     def _least_bytes_per_s(self, run: ChunkRun, source: Origin) -> float:
-        """What a source that others named must send: an eighth of the median of others; 32 KiB/s beside another."""
+        """What a source that others named must send: an eighth of the median of others; 32 KiB/s beside another, 1 alone."""
         with self._changed:
             speeds = sorted(s.speed for url, s in self._sources.items() if s.speed and url != source.url)
         usual = speeds[len(speeds) // 2] if speeds else 0.0
         is_alone = all(other.url == source.url for other in run.state.sources)
-        return max(0 if is_alone else _MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE * usual)
+        return max(_MIN_ALONE_BYTES_PER_S if is_alone else _MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE * usual)
 
     def _has_better(self, run: ChunkRun, source: Origin, elapsed_s: float, received: int, now: float) -> bool:
         with self._changed:
