@@ -64,7 +64,7 @@ def main(url: str, node_dir: Path, examples: int) -> None:
             @quick
             @given(case=operation.as_strategy(generation_mode=mode))
             def send(case):
-                answer = case.call(base_url=url, session=session, timeout=10)
+                answer = case.call(base_url=url, session=session, timeout=60)  # a valid join waits for up to 30 s
                 seen[f"{answer.status_code}"] += 1
                 case.validate_response(answer, checks=CHECKS)
 
