@@ -234,7 +234,7 @@ class SchedulerCore:
         """End a live lease; its slice."""
         lease = self.table.leases[lease_id]
         index = lease.slice_index
-        self.swarm.dropped(lease.worker, index)
+        self.swarm.end(lease.worker, index)
         self._emit(events.LeaseReturned(lease_id, reason), now)
         if index in self.reasons and lease.remaining:
             unused = (lease.position, lease.stop)

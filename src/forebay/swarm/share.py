@@ -291,7 +291,7 @@ class SliceServer(ABC):
             except (NetworkError, OSError) as error:
                 failure = f"{name}: {error}"
                 log.warning("announcing %s failed, trying again in %g s: %s", name, self.ttl_s / 3, error)
-        self._announcements = self._announcements + 1
+        self._announcements += 1
         self._announce_error = failure
 
 
