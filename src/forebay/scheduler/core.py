@@ -7,7 +7,7 @@ caches) is not persisted: workers report it again.
 Cost: some 50 us an exchange with a receipt and a lease, independent of the numbers of slices and workers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm
 
 MAX_LEASES = 16  # of a session: the lease in use and those it prefetches
-MAX_PROVIDERS = 4
 _RESIGN = "the rest of this receipt was not recorded: sign the uses again, from the offsets given here"
 
 
@@ -124,7 +123,7 @@ class SchedulerCore:
         done = self.table.done
         session.knows_done = done
         session.silent_until = now + wait_s
-        cause, reason = self._explain(session, now) if len(grants) < request.want else ("", "")
+        cause, reason = self._explain(session, now) if len(grants) < request.want and not done else ("", "")
         result = ExchangeResult(
             tuple(accepted), active, tuple(grants), wait_s, done, tuple(refused), tuple(lost),
             paused=self.paused and not done, report_cached=session.cached is None and not done,
@@ -222,6 +221,7 @@ class SchedulerCore:
             self._avoided[worker, index] = now + self.spec.lease_s
             if not self._checks and self._is_doubtful(index):
                 self._set_aside(index, failed.reason, now)
+                self._advance(now)
         ids = [lease_id for lease_id in request.release if lease_id in session.leases and lease_id not in refused]
         released = [self._take_back(lease_id, "released", now) for lease_id in ids]
         if session.leases or request.want:  # else it ends: when it starts again, it may go on where it was
@@ -272,19 +272,15 @@ class SchedulerCore:
     def _explain(self, session: WorkerSession, now: float) -> tuple[str, str]:
         """Why a session gets no more leases now: `ExchangeResult.cause` and `reason`."""
         table = self.table
-        text = self.unserved(now)
-        barred_s = self._quotas.of(session.key[0]).barred_until - now
-        if table.done:
-            return "", ""
         if self.paused:
             return "paused", "the job is paused (`forebay job resume`)"
-        if barred_s > 0:
+        if (barred_s := self._quotas.of(session.key[0]).barred_until - now) > 0:
             return "barred", f"this node did not use its leases, and gets none for {barred_s:.0f} s"
         if table.used + table.leased + table.num_aside == table.num_samples:
             return "leased", f"other workers have the rest ({len(table.leases) - len(session.leases)} leases)"
-        return (
-            ("unserved", text) if text else ("avoided", "what is left was tried here in vain; it is tried again soon")
-        )
+        if text := self.unserved(now):
+            return "unserved", text
+        return "avoided", "what is left was tried here in vain; it is tried again soon"
 
     def unserved(self, now: float) -> str:
         """That no data node serves the dataset, as text; "" if one does, or none is needed."""
@@ -312,9 +308,7 @@ class SchedulerCore:
     def _describe(self, session: WorkerSession, lease_id: str, now: float) -> LeaseGrant:
         lease = self.table.leases[lease_id]
         index = lease.slice_index
-        providers = tuple[Provider, ...]()
-        if not session.has_cached(index):
-            providers = tuple(self.swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
+        providers = () if session.has_cached(index) else tuple(self.swarm.providers(index, lease.worker, now))
         return LeaseGrant(
             lease_id, self.spec.name, lease.epoch, index, self.spec.dataset_id, lease.start, lease.stop,
             int(self.table.samples[index]), providers, round(self.table.lease_s, 3),
@@ -340,18 +334,14 @@ class SchedulerCore:
                 self._emit(events.SliceCleared(index), now)
             else:
                 self._set_aside(index, next(iter(failures.values())), now)
+                self._advance(now)
         return self._take_events()
 
     def _set_aside(self, index: int, reason: str, now: float) -> None:
-        for event in self._asides(index, reason):
-            self._emit(event, now, is_final=False)
-        self._advance(now)
-
-    def _asides(self, index: int, reason: str) -> Iterator[Event]:
-        """Events that set aside all free ranges of a slice."""
+        """Set aside all free ranges of a slice, or those that are, in another epoch."""
         table = self.table
-        for _, start, stop in list(table.aside[index] if index in table.aside else table.free.of_slice(index)):
-            yield events.SliceSetAside(table.epoch, index, start, stop, reason)
+        for start, stop in list(table.aside.get(index) or table.free.of_slice(index)):
+            self._emit(events.SliceSetAside(table.epoch, index, start, stop, reason), now, is_final=False)
 
     def bar(self, peer_id: str, now: float) -> None:
         """Grant a peer no leases for a while: it sent false messages."""
@@ -375,8 +365,7 @@ class SchedulerCore:
         if self.table.is_covered():
             self._emit(events.EpochEnded(self.table.epoch, self.table.used), now)
             for index, reason in [] if self.table.done else list(self.reasons.items()):
-                for aside in self._asides(index, reason):
-                    self._emit(aside, now, is_final=False)
+                self._set_aside(index, reason, now)
 
     def advance(self, now: float) -> list[Event]:
         """End the epoch if it is due, after a replay."""
@@ -426,8 +415,8 @@ class SchedulerCore:
             if lease_id in self.table.leases:
                 self._take_back(lease_id, reason, now)
         for peer_id in self._quotas.bar_unused(self.spec.stall_s, now):
-            for key in self.sessions.of_peer.get(peer_id, ()):
-                for lease_id in list(self.sessions.all[key].leases):
+            for session in self.sessions.of_peer.get(peer_id, ()):
+                for lease_id in list(session.leases):
                     self._take_back(lease_id, "stalled", now)
         self._caches.expire(now)
         self._quotas.expire(now)

@@ -14,6 +14,7 @@ Cost: independent of the numbers of slices and workers, except at the start of a
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -97,7 +98,7 @@ class LeaseTable:
         self.steal_s = spec.steal_s
         self.sessions = WorkerSessions(spec.lease_s)
         self.leases: dict[str, LiveLease] = {}
-        self.aside: dict[int, list[SampleRange]] = {}
+        self.aside: dict[int, list[tuple[int, int]]] = {}  # (start, stop) by slice
         self.ended = RecentDict[str, EndedLease](MAX_ENDED)
         self.steals: dict[str, PlannedSteal] = {}
         self.waiting: set[SessionKey] = set()
@@ -109,8 +110,7 @@ class LeaseTable:
 
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch of which nothing is used; slices that were set aside stay so."""
-        if epoch > 0:
-            self.free.start_epoch(epoch)
+        self.free.start_epoch(epoch)
         self.epoch = epoch
         self.used = 0
         self.leased = 0
@@ -262,7 +262,7 @@ class LeaseTable:
         A use under an unknown lease, as after the journal was lost, is taken from the free samples. LeaseError if a
         sample is used again: the record is of another job, or corrupt.
         """
-        progress: dict[SessionKey, int] = {}
+        progress = Counter[SessionKey]()
         for used in uses:
             lease = self.leases.get(used.lease_id)
             if lease is None:
@@ -274,7 +274,7 @@ class LeaseTable:
             lease.progress_at = now
             lease.declared_until = max(lease.declared_until, used.stop)
             self.leased -= used.stop - used.start
-            progress[lease.key] = progress.get(lease.key, 0) + used.stop - used.start
+            progress[lease.key] += used.stop - used.start
             self._count(used)
             if lease.position == lease.stop:
                 self._end(lease)
@@ -292,8 +292,8 @@ class LeaseTable:
     def _record_unknown(self, worker: str, used: Used) -> None:
         if used.epoch != self.epoch or not 0 <= used.slice < len(self.samples):
             raise LeaseError(f"recorded {used}: it is not of epoch {self.epoch} of this dataset.")
-        for lease in [lease for lease in self.leases.values() if lease.slice_index == used.slice]:
-            if lease.position < used.stop and used.start < lease.stop:
+        for lease in list(self.leases.values()):
+            if lease.slice_index == used.slice and lease.position < used.stop and used.start < lease.stop:
                 self.release(lease.lease_id)
         if not self._take_aside(used):
             self.free.take(used.slice, used.start, used.stop)
@@ -304,11 +304,11 @@ class LeaseTable:
 
     def _take_aside(self, used: Used) -> bool:
         """Take samples out of a slice set aside, as they were used after all; False if they are not there."""
-        for samples in self.aside.get(used.slice, ()):
-            index, start, stop = samples
+        ranges = self.aside.get(used.slice, [])
+        for start, stop in ranges:
             if start <= used.start and used.stop <= stop:
-                self.aside[index].remove(samples)
-                self.aside[index] += [(index, a, b) for a, b in ((start, used.start), (used.stop, stop)) if a < b]
+                ranges.remove((start, stop))
+                ranges += [(a, b) for a, b in ((start, used.start), (used.stop, stop)) if a < b]
                 self.num_aside -= used.stop - used.start
                 return True
         return False
@@ -336,7 +336,7 @@ class LeaseTable:
         self.leased -= lease.remaining
         self._end(lease)
         if lease.slice_index in self.aside:
-            self.aside[lease.slice_index].append((lease.slice_index, lease.position, lease.stop))
+            self.aside[lease.slice_index].append((lease.position, lease.stop))
             self.num_aside += lease.remaining
         else:
             self.free.add(lease.slice_index, lease.position, lease.stop)
@@ -352,13 +352,13 @@ class LeaseTable:
         """Withdraw a slice: its free samples, and any that are returned later, are not leased again."""
         if index not in self.aside:
             self.aside[index] = self.free.take_slice(index)
-            self.num_aside += sum(stop - start for _, start, stop in self.aside[index])
+            self.num_aside += sum(stop - start for start, stop in self.aside[index])
 
     def readmit(self, index: int) -> None:
         """Free the samples of a slice that was set aside."""
-        for samples in self.aside.pop(index, ()):
-            self.num_aside -= samples[2] - samples[1]
-            self.free.add(*samples)
+        for start, stop in self.aside.pop(index, ()):
+            self.num_aside -= stop - start
+            self.free.add(index, start, stop)
 
     def is_covered(self) -> bool:
         """Whether the epoch can end: every sample is used or set aside."""
@@ -405,7 +405,7 @@ class LeaseTable:
             "used": _pack(self.used_of),
             "fresh": _pack(self.free.fresh),
             "returned": [[i, *item] for i, ranges in self.free.returned.items() for item in ranges],
-            "aside": [[i, ranges] for i, ranges in self.aside.items()],
+            "aside": [[i, [(i, *item) for item in ranges]] for i, ranges in self.aside.items()],
             "leases": [[x.lease_id, x.key, x.slice_index, x.start, x.stop, x.position] for x in self.leases.values()],
             "ended": [[i, *ended] for i, ended in self.ended.items()],
         }
@@ -421,8 +421,8 @@ class LeaseTable:
         self.free.fresh = _unpack(saved["fresh"], np.bool_)
         for samples in saved["returned"]:
             self.free.add(*samples)
-        self.aside = {index: [(i, a, b) for i, a, b in ranges] for index, ranges in saved["aside"]}
-        self.num_aside = sum(stop - start for ranges in self.aside.values() for _, start, stop in ranges)
+        self.aside = {index: [(a, b) for _, a, b in ranges] for index, ranges in saved["aside"]}
+        self.num_aside = sum(stop - start for ranges in self.aside.values() for start, stop in ranges)
         for lease_id, key, index, start, stop, position in saved["leases"]:
             session = self.sessions.touch(tuple(key), now)
             lease = LiveLease(lease_id, session.key, self.epoch, index, start, stop, position, position, now)

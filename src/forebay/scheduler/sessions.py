@@ -152,7 +152,7 @@ class WorkerSessions:
 
     def __init__(self, lease_s: float) -> None:
         self.all: dict[SessionKey, WorkerSession] = {}
-        self.of_peer: dict[str, set[SessionKey]] = {}
+        self.of_peer: dict[str, list[WorkerSession]] = {}
         self.mean_speed: float | None = None
         self._lease_s = lease_s
         self._finish: list[tuple[float, SessionKey]] = []
@@ -162,22 +162,22 @@ class WorkerSessions:
         session = self.all.get(key)
         if session is None:
             session = self.all[key] = WorkerSession(key, now + self._lease_s, now)
-            self.of_peer.setdefault(key[0], set()).add(key)
+            self.of_peer.setdefault(key[0], []).append(session)
         session.deadline = max(session.deadline, now + self._lease_s)
         return session
 
     def num_leases(self, peer_id: str) -> int:
         """Leases of all sessions of a peer."""
-        return sum(len(self.all[key].leases) for key in self.of_peer.get(peer_id, ()))
+        return sum(len(session.leases) for session in self.of_peer.get(peer_id, ()))
 
     def remove_silent(self, now: float) -> list[WorkerSession]:
         """Remove and return the sessions without a request for five terms; their leases were taken back before."""
         silent = [s for s in self.all.values() if s.deadline + 4 * self._lease_s <= now and not s.leases]
         for session in silent:
             del self.all[session.key]
-            keys = self.of_peer[session.key[0]]
-            keys.discard(session.key)
-            if not keys:
+            sessions = self.of_peer[session.key[0]]
+            sessions.remove(session)
+            if not sessions:
                 del self.of_peer[session.key[0]]
         return silent
 
@@ -231,8 +231,8 @@ class SessionCaches:
         session.address = address
         session.organisation = organisation
         if cached is not None:
-            others = (self.sessions.all[key] for key in self.sessions.of_peer[worker] if key != session.key)
-            size = cached.nbytes + sum(other.cached_bytes for other in others)
+            others = (other.cached_bytes for other in self.sessions.of_peer[worker] if other is not session)
+            size = cached.nbytes + sum(others)
             of_organisation = self._bytes[organisation] if organisation else 0
             if size > MAX_CACHED_BYTES_PER_PEER or of_organisation + size > MAX_CACHED_BYTES_PER_ORGANISATION:
                 cached = cached[:0].copy()

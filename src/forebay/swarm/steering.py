@@ -25,6 +25,7 @@ from forebay.network.peer import Provider
 from forebay.swarm.members import Download, Downloads, Members, PeerPenalties
 
 PATIENCE_S = 60.0
+_MAX_PROVIDERS = 4
 _MAX_WANTED = 4096  # requested slices that one call considers
 _TRIED = 64  # candidates whose providers one call considers, beside those it needs
 _LOST_AFTER = 8.0  # times the mean duration of a download, before it counts as lost
@@ -100,8 +101,8 @@ class Swarm:
 
     # Downloads.
 
-    def providers(self, index: int, asker: str, now: float, limit: int = 4) -> list[Provider]:
-        """The providers of one slice that the asker needs: the least loaded first, origins last.
+    def providers(self, index: int, asker: str, now: float) -> list[Provider]:
+        """The providers of one slice that the asker needs, four at most: the least loaded first, origins last.
 
         The first counts as uploading it until `finished` or `failed`. Banned and avoided members are left
         out; those without a free slot come last.
@@ -113,7 +114,7 @@ class Swarm:
         rows = np.flatnonzero(members.holders_of(index) & willing)
         rows = np.concatenate([members.by_load(rows), members.by_load(np.flatnonzero(willing & members.is_origin))])
         free = members.uploads[rows] < members.slots[rows]
-        rows = np.concatenate([rows[free], rows[~free]])[:limit]
+        rows = np.concatenate([rows[free], rows[~free]])[:_MAX_PROVIDERS]
         providers = [self._providers[members.ids[row]] for row in rows.tolist()]
         if providers:
             self._begin(asker, index, providers[0], now)

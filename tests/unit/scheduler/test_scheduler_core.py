@@ -138,7 +138,7 @@ class Churn(RuleBasedStateMachine):
             current = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
             back = [(i, *item) for i, items in table.free.returned.items() for item in items]
             fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
-            aside = [part for parts in table.aside.values() for part in parts]
+            aside = [(i, *item) for i, items in table.aside.items() for item in items]
             for index, start, stop in [*current, *back, *fresh, *aside]:
                 places[index, start:stop] += 1
             for (epoch, index), samples in self.counts.items():
