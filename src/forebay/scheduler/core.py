@@ -13,7 +13,6 @@ from typing import Any
 
 from forebay.errors import LeaseError, ProtocolError
 from forebay.lease.messages import AcceptedUse, ExchangeRequest, ExchangeResult, LeaseGrant, LeaseStatus, RefusedUse
-from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.events import Event
@@ -134,33 +133,21 @@ class SchedulerCore:
     def _record_uses(
         self, peer_id: str, request: ExchangeRequest, now: float
     ) -> tuple[list[AcceptedUse], list[RefusedUse]]:
-        """Record the uses, or none of them unless all are new: the receipt is over all."""
-        new, accepted, refused = self._check_uses(peer_id, request.uses)
-        if not new:
-            return accepted, refused
-        for lease_id in new:
-            lease = self.table.leases[lease_id]
-            if lease.position == lease.start:  # a worker that starts to use a slice has it
-                self.swarm.finished(peer_id, lease.slice_index, now)
-        self._emit(events.UsesRecorded(peer_id, request.uses, request.signature, request.session), now)
-        self._quotas.of(peer_id).add_uses(len(request.uses))
-        return [self._progress(lease_id) for lease_id in new], []
+        """Record the uses of one receipt, those of a lease in their order, or none unless all are new.
 
-    def _check_uses(self, worker: str, uses: Sequence[Used]) -> tuple[list[str], list[AcceptedUse], list[RefusedUse]]:
-        """Check the uses of one receipt, those of a lease in their order.
+        The signature is over all of them.
 
         Returns:
-            The lease ids, if all uses can be recorded: the signature is over all of them. Else none, the uses that are
-            on record already, and the others refused.
+            The uses that are on record now, and the others refused.
         """
         stops: dict[str, int] = {}
         accepted: dict[str, AcceptedUse] = {}
         refused: list[RefusedUse] = []
         leases = self.table.leases
-        for used in uses:
+        for used in request.uses:
             lease_id = used.lease_id
             try:
-                if self.table.check_use(worker, used, stops.get(lease_id)):
+                if self.table.check_use(peer_id, used, stops.get(lease_id)):
                     stops[lease_id] = used.stop
                 else:
                     accepted[lease_id] = self._progress(lease_id)
@@ -168,10 +155,16 @@ class SchedulerCore:
                 refused.append(RefusedUse(lease_id, "lost", str(error), 0))
             except LeaseError as error:
                 refused.append(RefusedUse(lease_id, "range", str(error), leases[lease_id].position))
-        if not accepted and not refused:
-            return list(stops), [], []
-        refused += [RefusedUse(lease_id, "range", _RESIGN, leases[lease_id].position) for lease_id in stops]
-        return [], list(accepted.values()), refused
+        if accepted or refused:
+            refused += [RefusedUse(lease_id, "range", _RESIGN, leases[lease_id].position) for lease_id in stops]
+        elif stops:
+            for lease in [leases[lease_id] for lease_id in stops]:
+                if lease.position == lease.start:  # a worker that starts to use a slice has it
+                    self.swarm.finished(peer_id, lease.slice_index, now)
+            self._emit(events.UsesRecorded(peer_id, request.uses, request.signature, request.session), now)
+            self._quotas.of(peer_id).add_uses(len(request.uses))
+            accepted = {lease_id: self._progress(lease_id) for lease_id in stops}
+        return list(accepted.values()), refused
 
     def _progress(self, lease_id: str) -> AcceptedUse:
         """How far a lease is used that is live or ended lately."""
@@ -222,8 +215,11 @@ class SchedulerCore:
             if not self._checks and self._is_doubtful(index):
                 self._set_aside(index, failed.reason, now)
                 self._advance(now)
-        ids = [lease_id for lease_id in request.release if lease_id in session.leases and lease_id not in refused]
-        released = [self._take_back(lease_id, "released", now) for lease_id in ids]
+        released = [
+            self._take_back(lease_id, "released", now)
+            for lease_id in request.release
+            if lease_id in session.leases and lease_id not in refused
+        ]
         if session.leases or request.want:  # else it ends: when it starts again, it may go on where it was
             self._avoided |= {(worker, i): now + self.spec.lease_s / 4 for i in released}  # other workers go first
         if request.known_leases is not None:
@@ -237,8 +233,7 @@ class SchedulerCore:
         self.swarm.end(lease.worker, index)
         self._emit(events.LeaseReturned(lease_id, reason), now)
         if index in self.reasons and lease.remaining:
-            unused = (lease.position, lease.stop)
-            self._emit(events.SliceSetAside(lease.epoch, index, *unused, self.reasons[index]), now)
+            self._emit(events.SliceSetAside(lease.epoch, index, lease.position, lease.stop, self.reasons[index]), now)
         return index
 
     # Granting leases.
@@ -263,7 +258,8 @@ class SchedulerCore:
             self._num_ids += 1
             self._emit(events.LeaseGranted(lease_id, *session.key, self.table.epoch, *samples), now)
             session.recent.append(samples[0])
-            quota.unused_since = now if quota.unused_since is None else quota.unused_since
+            if quota.unused_since is None:
+                quota.unused_since = now
             grants.append(self._describe(session, lease_id, now))
         if len(grants) == num_wanted:
             return grants, 0.0
@@ -298,9 +294,8 @@ class SchedulerCore:
         is_offered = self.swarm.offers(worker, now) if self._is_served is not None else None
 
         def is_avoided(index: int) -> bool:
-            if self._avoided and self._avoided.get((worker, index), now) > now:
-                return True
-            return is_offered is not None and not (session.has_cached(index) or is_offered(index))
+            is_available = is_offered is None or session.has_cached(index) or is_offered(index)
+            return not is_available or self._avoided.get((worker, index), now) > now
 
         # Without an origin only slices with copies are offered.
         return self.table.choose(session, is_avoided, now, self.swarm.copies() > 0 if is_offered is not None else None)
@@ -429,8 +424,9 @@ class SchedulerCore:
         After the first call a slice is leased only to workers that have it, or that can be sent to a provider of it.
         """
         self._is_served = bool(origins)
-        self._served_at = now if origins else self._served_at
-        if not origins:
+        if origins:
+            self._served_at = now
+        else:
             self.swarm.leave_origins()
         for origin in origins:
             self.swarm.join(origin, None, now)

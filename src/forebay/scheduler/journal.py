@@ -48,8 +48,10 @@ CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, events BLOB NOT 
 _SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 # Faults of the disk (full, unreadable, read-only): the contents of the file may be intact.
 _DISK_FAULTS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-_SAMPLES = ("seq_len", "seed", "samples_per_slice", "packing", "documents", "split")
-_IDENTITY = ("name", "dataset_id", "layout", *_SAMPLES, "scheduler")
+_IDENTITY = (
+    "name", "dataset_id", "layout", "seq_len", "seed", "samples_per_slice", "packing", "documents", "split",
+    "scheduler",
+)  # fmt: skip
 
 
 def job_body(spec: JobSpec, **fields: Any) -> JsonObject:
@@ -115,7 +117,6 @@ class Journal(Closing):
             StateError: If the directory has another job.
             LedgerError: If the ledger is corrupt, or another scheduler has it open.
         """
-        state_dir = Path(state_dir)
         with contextlib.ExitStack() as stack:
             try:
                 database = _open_database(state_dir / JOURNAL_NAME)
@@ -158,7 +159,7 @@ class Journal(Closing):
         # A snapshot now: the next start replays little.
         self._pending = _PendingWrite(due, self.core.snapshot(), len(due))
         self._put = 1
-        self.wait(self._put)
+        self.write()
 
     # Writing.
 

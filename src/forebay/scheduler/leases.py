@@ -243,9 +243,9 @@ class LeaseTable:
 
     def grant(self, lease_id: str, key: SessionKey, samples: SampleRange, now: float) -> LiveLease:
         """Lease a free range."""
-        index, start, stop = samples
-        self.free.take(index, start, stop)
-        lease = LiveLease(lease_id, key, self.epoch, index, start, stop, start, start, now)
+        _, start, stop = samples
+        self.free.take(*samples)
+        lease = LiveLease(lease_id, key, self.epoch, *samples, start, start, now)
         session = self.sessions.touch(key, now)
         if not session.leases:
             session.progress_at = now
@@ -273,9 +273,9 @@ class LeaseTable:
             lease.position = used.stop
             lease.progress_at = now
             lease.declared_until = max(lease.declared_until, used.stop)
-            self.leased -= used.stop - used.start
-            progress[lease.key] += used.stop - used.start
-            self._count(used)
+            num_samples = self._count(used)
+            self.leased -= num_samples
+            progress[lease.key] += num_samples
             if lease.position == lease.stop:
                 self._end(lease)
         for key, num_samples in progress.items():
@@ -313,11 +313,13 @@ class LeaseTable:
                 return True
         return False
 
-    def _count(self, used: Used) -> None:
-        num = used.stop - used.start
-        self.used += num
-        self.used_of[used.slice] += num
+    def _count(self, used: Used) -> int:
+        """Count the samples of a use; return how many they are."""
+        num_samples = used.stop - used.start
+        self.used += num_samples
+        self.used_of[used.slice] += num_samples
         self.num_used_slices += bool(self.used_of[used.slice] == self.samples[used.slice])
+        return num_samples
 
     def cut(self, lease_id: str, stop: int, now: float) -> None:
         """Move a lease's stop nearer; one that is used up to there is over."""

@@ -94,7 +94,6 @@ class Members:
         row = self.rows.pop(peer_id)
         self.ids[row] = ""
         self.is_origin[row] = self.gives[row] = False
-        self.slots[row] = 0
         self._free.append(row)
 
     def set_all(self, peer_id: str, have: BOOL) -> None:
@@ -257,8 +256,8 @@ class PeerPenalties:
         own = node_of(asker)
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())
-            slices.add(index)
-            slices.intersection_update(list(slices)[:_DAMAGED])  # bounded
+            if len(slices) < _DAMAGED:
+                slices.add(index)
             if len(slices) < _DAMAGED:
                 return False
         self._banned.setdefault(own, RecentDict(_MAX_BANNED))[node] = now + BAN_S

@@ -203,10 +203,9 @@ class SliceServer(ABC):
     def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[JsonObject]:
         """Return signed claims of the datasets, or those of one name or id, that a peer's certificate covers."""
         expires_at = time.time() + self.ttl_s
-        own_id = self.identity.peer_id
         return [
             Claim(
-                shared.name, shared.dataset_id, shared.num_slices, own_id, self.address, expires_at,
+                shared.name, shared.dataset_id, shared.num_slices, self.identity.peer_id, self.address, expires_at,
                 shared.num_cached(), shared.url,
             ).to_json(self.identity)
             for shared in list(self._shared.values())
@@ -259,10 +258,13 @@ class SliceServer(ABC):
 
     def metrics(self) -> Iterable[Metric]:
         """Return metrics in addition to those of every server."""
-        about = "1 if the last announcement in the DHT failed, else 0."
         return [
             counter("forebay_announcements_total", "Announcements in the DHT.", self._announcements),
-            gauge("forebay_announce_failing", about, float(bool(self._announce_error))),
+            gauge(
+                "forebay_announce_failing",
+                "1 if the last announcement in the DHT failed, else 0.",
+                float(bool(self._announce_error)),
+            ),
         ]
 
     @abstractmethod

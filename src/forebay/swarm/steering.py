@@ -137,7 +137,7 @@ class Swarm:
         members = self._members
         if self._providers[asker].address:
             members.clear(asker, missing)
-        willing = members.gives & (members.slots > 0) & ~self._shunned(asker, now)
+        willing = members.gives & ~self._shunned(asker, now)
         origins = np.flatnonzero(willing & members.is_origin)
         for index in self._candidates(asker, missing, num - len(assigned), origins):
             provider = self._source(index, willing, origins)
@@ -193,8 +193,8 @@ class Swarm:
         return lambda index: bool((self._members.holders_of(index) & willing).any())
 
     def copies(self) -> I32:
-        """[num_slices] copies of each slice, without origins."""
-        return self._members.copies.copy()
+        """[num_slices] copies of each slice, without origins; a view."""
+        return self._members.copies
 
     def __len__(self) -> int:
         return len(self._providers)
@@ -227,7 +227,7 @@ class Swarm:
             return []
         assigned = []
         shunned = self._shunned(asker, now)
-        for index in sorted(set(indexes).intersection(missing.tolist()))[:num]:
+        for index in np.intersect1d(indexes, missing)[:num].tolist():
             holder = self._downloads[asker, index].holder
             if shunned[self._members.rows[holder]]:
                 self.end(asker, index)

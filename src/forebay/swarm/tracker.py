@@ -93,7 +93,7 @@ class Tracker:
                     raise ProtocolError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
                 if peer.org:
                     self._add_session(tracked, peer.org, me)
-            is_reached = True if own is not None else self._dialer.check(peer, request.address, source)
+            is_reached = own is not None or self._dialer.check(peer, request.address, source)
             return steer(
                 swarm,
                 own or Provider(me, request.address if is_reached else "", False),
