@@ -66,14 +66,12 @@ class WorkerUsage:
     name: str
     seen_at: float
     samples: int = 0
-    tokens: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # (time, tokens), MAX_RECENT at most
     recent_tokens: int = 0  # the tokens of `recent` together
     processes: dict[str, ProcessStats] = field(default_factory=dict)  # by session
 
     def add(self, samples: int, tokens: int, now: float) -> None:
         self.samples += samples
-        self.tokens += tokens
         self.recent.append((now, tokens))
         self.recent_tokens += tokens
         if len(self.recent) > 2 * MAX_RECENT:

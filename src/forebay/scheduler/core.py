@@ -183,14 +183,14 @@ class SchedulerCore:
             ended = self.table.ended.get(lease_id)
             if (lease := session.leases.get(lease_id)) is not None:
                 active[lease_id] = LeaseStatus(lease.stop, round(session.deadline - now, 3))
-            elif ended is not None and ended.is_complete and ended.worker == session.key[0]:
+            elif ended is not None and ended.is_complete and ended.worker == session.worker:
                 active[lease_id] = LeaseStatus(ended.reached, 0.0)
             else:
                 lost.append(lease_id)
         return active, lost
 
     def _apply_faults(self, session: WorkerSession, faults: Sequence[ProviderFault], now: float) -> None:
-        worker = session.key[0]
+        worker = session.worker
         for fault in faults:
             key = (fault.peer_id, fault.index)
             if self.swarm.get(fault.peer_id) is None:
@@ -205,7 +205,7 @@ class SchedulerCore:
 
         Leases with a use in `refused` stay until that use is sent again: its samples must not be leased to others.
         """
-        worker = session.key[0]
+        worker = session.worker
         for failed in request.failed:
             if failed.lease_id not in session.leases or failed.lease_id in refused:
                 continue
@@ -243,7 +243,7 @@ class SchedulerCore:
     ) -> tuple[list[LeaseGrant], float]:
         """Up to so many leases, and how long to wait for more, seconds."""
         grants: list[LeaseGrant] = []
-        quota = self._quotas.of(session.key[0])
+        quota = self._quotas.of(session.worker)
         max_grants = MAX_LEASES - len(session.leases) if now >= quota.barred_until else 0
         of_peer = None  # computed only where there is something to lease: it counts all sessions of the peer
         for _ in range(min(num_wanted, max_grants)):
@@ -251,7 +251,7 @@ class SchedulerCore:
             if samples is None:
                 break
             if of_peer is None:
-                of_peer = self._quotas.num_free(session.key[0], organisation)
+                of_peer = self._quotas.num_free(session.worker, organisation)
             if len(grants) >= of_peer:
                 break
             lease_id = f"{self._salt}{self._num_ids:x}"
@@ -270,7 +270,7 @@ class SchedulerCore:
         table = self.table
         if self.paused:
             return "paused", "the job is paused (`forebay job resume`)"
-        if (barred_s := self._quotas.of(session.key[0]).barred_until - now) > 0:
+        if (barred_s := self._quotas.of(session.worker).barred_until - now) > 0:
             return "barred", f"this node did not use its leases, and gets none for {barred_s:.0f} s"
         if table.used + table.leased + table.num_aside == table.num_samples:
             return "leased", f"other workers have the rest ({len(table.leases) - len(session.leases)} leases)"
@@ -290,7 +290,7 @@ class SchedulerCore:
     def _choose(self, session: WorkerSession, now: float) -> SampleRange | None:
         if self.paused:
             return None
-        worker = session.key[0]
+        worker = session.worker
         is_offered = self.swarm.offers(worker, now) if self._is_served is not None else None
 
         def is_avoided(index: int) -> bool:
@@ -333,7 +333,7 @@ class SchedulerCore:
         return self._take_events()
 
     def _set_aside(self, index: int, reason: str, now: float) -> None:
-        """Set aside all free ranges of a slice, or those that are, in another epoch."""
+        """Set aside all free ranges of a slice; in a new epoch, record again those that are set aside."""
         table = self.table
         for start, stop in list(table.aside.get(index) or table.free.of_slice(index)):
             self._emit(events.SliceSetAside(table.epoch, index, start, stop, reason), now, is_final=False)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from forebay.arrays import BOOL, I32, I64
+from forebay.arrays import BOOL, I64
 from forebay.errors import LeaseError
 from forebay.order.bijection import derive_key, permute
 
@@ -30,8 +30,8 @@ IsAvoided: TypeAlias = Callable[[int], bool]
 
 def contains(indexes: I64, index: int) -> bool:
     """Whether rising `indexes` contain an index."""
-    position = int(np.searchsorted(indexes, index))
-    return position < len(indexes) and int(indexes[position]) == index
+    position = np.searchsorted(indexes, index)
+    return bool(position < len(indexes) and indexes[position] == index)
 
 
 @dataclass
@@ -48,7 +48,7 @@ class FreeRanges:
     def __init__(self, samples: I64, seed: int) -> None:
         self.samples = samples
         self.seed = seed
-        self.cached_by: I32 = np.zeros(len(samples), np.int32)
+        self.cached_by = np.zeros_like(samples, np.int32)
 
     def start_epoch(self, epoch: int) -> None:
         """Free all samples for another epoch."""

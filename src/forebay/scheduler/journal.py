@@ -49,9 +49,17 @@ _SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 # Faults of the disk (full, unreadable, read-only): the contents of the file may be intact.
 _DISK_FAULTS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _IDENTITY = (
-    "name", "dataset_id", "layout", "seq_len", "seed", "samples_per_slice", "packing", "documents", "split",
+    "name",
+    "dataset_id",
+    "layout",
+    "seq_len",
+    "seed",
+    "samples_per_slice",
+    "packing",
+    "documents",
+    "split",
     "scheduler",
-)  # fmt: skip
+)
 
 
 def job_body(spec: JobSpec, **fields: Any) -> JsonObject:
@@ -282,7 +290,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 def _read_meta(database: sqlite3.Connection, key: str) -> JsonObject:
     row = database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return {} if row is None else dict(orjson.loads(bytes(row[0])))
+    return {} if row is None else dict(orjson.loads(row[0]))
 
 
 def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:

@@ -115,7 +115,7 @@ class LeaseTable:
         self.used = 0
         self.leased = 0
         self.num_aside = 0
-        self.used_of: I64 = np.zeros(len(self.samples), np.int64)
+        self.used_of = np.zeros_like(self.samples)
         self.num_used_slices = int((self.samples == 0).sum())
         for session in self.sessions.all.values():
             if session.cached is not None:

@@ -279,10 +279,10 @@ class SchedulerService:
         if (stamp := revocations.stamp()) != self._trust_stamp:
             self._trust_stamp = stamp
             for session in core.sessions.all.values():
-                if revocations.find(session.key[0], session.organisation) is not None:
+                if revocations.find(session.worker, session.organisation) is not None:
                     session.deadline = -math.inf
                     session.fault = "revoked"
-                    self._activity.mark_revoked(session.key[0])
+                    self._activity.mark_revoked(session.worker)
         return core.expire(time.monotonic())
 
     async def _run_checks(self) -> None:
@@ -381,10 +381,8 @@ class SchedulerService:
             sessions = journal.core.sessions
             session = sessions.all.get((peer.peer_id, message.session))
             if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
-                raise ApiError(
-                    429, "too_many_sessions",
-                    f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions", 10.0,
-                )  # fmt: skip
+                text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
+                raise ApiError(429, "too_many_sessions", text, 10.0)
             faults = self._catalog.faults_of(session, message.reports)
             result, new = journal.core.exchange(peer.peer_id, message, now, organisation=peer.org, faults=faults)
             if message.uses and journal.enlisted.get(peer.peer_id, 0.0) < time.time():  # the ledger alone is a proof

@@ -129,6 +129,10 @@ class WorkerSession:
     fault: str = "expired"
 
     @property
+    def worker(self) -> str:
+        return self.key[0]
+
+    @property
     def cached_bytes(self) -> int:
         return 0 if self.cached is None else self.cached.indexes.nbytes
 
@@ -175,10 +179,10 @@ class WorkerSessions:
         silent = [s for s in self.all.values() if s.deadline + 4 * self._lease_s <= now and not s.leases]
         for session in silent:
             del self.all[session.key]
-            sessions = self.of_peer[session.key[0]]
+            sessions = self.of_peer[session.worker]
             sessions.remove(session)
             if not sessions:
-                del self.of_peer[session.key[0]]
+                del self.of_peer[session.worker]
         return silent
 
     def update_finish(self, session: WorkerSession, now: float) -> None:
@@ -226,7 +230,7 @@ class SessionCaches:
     def update(self, session: WorkerSession, address: str, organisation: str, cached: I64 | None, now: float) -> None:
         """Store what a session has cached (None: as before) and where it serves that, and update the swarm."""
         is_moved = address != session.address
-        worker = session.key[0]
+        worker = session.worker
         self._bytes[session.organisation] -= session.cached_bytes
         session.address = address
         session.organisation = organisation
@@ -252,7 +256,7 @@ class SessionCaches:
         for session in self.sessions.remove_silent(now):
             self._bytes[session.organisation] -= session.cached_bytes
             self.free.replace_cached(session.cached, None)
-            if self._sharing.get(worker := session.key[0]) == session.key:
+            if self._sharing.get(worker := session.worker) == session.key:
                 del self._sharing[worker]
                 self.swarm.leave(worker)
         for peer_id in self.swarm.expire(now):  # with its next request all that it has is announced again
@@ -329,6 +333,8 @@ class PeerQuotas:
 
     def expire(self, now: float) -> None:
         """Remove the quotas of peers without sessions, unless they are barred."""
-        for peer_id in [peer_id for peer_id in self._quotas if peer_id not in self.sessions.of_peer]:
-            if self._quotas[peer_id].barred_until <= now:
-                del self._quotas[peer_id]
+        self._quotas = {
+            peer_id: quota
+            for peer_id, quota in self._quotas.items()
+            if peer_id in self.sessions.of_peer or quota.barred_until > now
+        }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forebay.arrays import BOOL, I64
-from forebay.errors import ProtocolError, UsageError
+from forebay.errors import ProtocolError
 from forebay.network.peer import node_of
 from forebay.recent import RecentDict
 
@@ -97,9 +97,7 @@ class Members:
         self._free.append(row)
 
     def set_all(self, peer_id: str, have: BOOL) -> None:
-        """The member has exactly these slices."""
-        if have.shape != (self.num_slices,):
-            raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
+        """The member has exactly these slices: [num_slices] flags."""
         row = self.rows[peer_id]
         new = np.packbits(have, bitorder="little")
         old = self._bits[:, row].copy()
@@ -127,10 +125,6 @@ class Members:
     def holders_of(self, index: int) -> BOOL:
         """[rows] flags of the members that have a slice, without origins."""
         return np.asarray(self._bits[index >> 3] & np.uint8(1 << (index & 7)), np.bool_)
-
-    def by_load(self, rows: I64) -> I64:
-        """Rows by the number of uploads, the fewest first; then by number."""
-        return rows[np.lexsort((rows, self.uploads[rows]))]
 
     def _grow(self) -> None:
         """Double the rows."""

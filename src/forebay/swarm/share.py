@@ -258,13 +258,10 @@ class SliceServer(ABC):
 
     def metrics(self) -> Iterable[Metric]:
         """Return metrics in addition to those of every server."""
+        about = "1 if the last announcement in the DHT failed, else 0."
         return [
             counter("forebay_announcements_total", "Announcements in the DHT.", self._announcements),
-            gauge(
-                "forebay_announce_failing",
-                "1 if the last announcement in the DHT failed, else 0.",
-                float(bool(self._announce_error)),
-            ),
+            gauge("forebay_announce_failing", about, float(bool(self._announce_error))),
         ]
 
     @abstractmethod

@@ -111,10 +111,10 @@ class Swarm:
         members = self._members
         self.end(asker, index)
         willing = members.gives & ~self._shunned(asker, now)
-        rows = np.flatnonzero(members.holders_of(index) & willing)
-        rows = np.concatenate([members.by_load(rows), members.by_load(np.flatnonzero(willing & members.is_origin))])
-        free = members.uploads[rows] < members.slots[rows]
-        rows = np.concatenate([rows[free], rows[~free]])[:_MAX_PROVIDERS]
+        rows = np.flatnonzero(willing & (members.holders_of(index) | members.is_origin))
+        uploads = members.uploads[rows]
+        order = np.lexsort((rows, uploads, members.is_origin[rows], uploads >= members.slots[rows]))
+        rows = rows[order[:_MAX_PROVIDERS]]
         providers = [self._providers[members.ids[row]] for row in rows.tolist()]
         if providers:
             self._begin(asker, index, providers[0], now)
@@ -273,7 +273,7 @@ class Swarm:
                 return None
             rows = origins
         rows = rows[members.uploads[rows] < members.slots[rows]]
-        return self._providers[members.ids[int(members.by_load(rows)[0])]] if len(rows) else None
+        return self._providers[members.ids[rows[members.uploads[rows].argmin()]]] if len(rows) else None
 
     def _begin(self, asker: str, index: int, holder: Provider, now: float) -> None:
         member = self._providers.get(asker)
