@@ -279,6 +279,13 @@ def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once:
     assert len(exchange(core, "a", 4.0, want=2).leases) == 2 - at_once
 
 
+def test_a_lease_that_a_request_releases_twice_is_released_once():
+    core = SchedulerCore(spec([3]))
+    grant = exchange(core, "a", want=1).leases[0]
+    exchange(core, "a", release=(grant.lease_id, grant.lease_id))
+    assert not core.table.leases and len(exchange(core, "b", want=1).leases) == 1
+
+
 def test_providers_come_from_the_swarm_and_a_liar_is_left_out_for_who_says_so():
     core = SchedulerCore(spec([3] * 8))
     core.add_origins([Provider("origin", "h:1", True)], 0.0)
