@@ -59,7 +59,7 @@ def leased(scheduler: SchedulerService, member: Identity, want: int) -> list[dic
 
 
 def core(scheduler: SchedulerService) -> SchedulerCore:
-    return scheduler._open_journal().core
+    return scheduler._journal.core
 
 
 def post_as(coordinator: Coordinator, member: Identity, verb: str, **fields: Any) -> tuple[int, Any]:

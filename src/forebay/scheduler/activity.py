@@ -52,9 +52,10 @@ class ProcessStats:
     def shares(self) -> dict[str, float]:
         """The share of the time that each cause of waiting took."""
         elapsed_s = max(self.received_at - self.since, 1e-3)
-        waits = {cause: s - self.base.waits_s.get(cause, 0.0) for cause, s in self.latest.waits_s.items()}
-        if self.latest.waiting_s:
-            waits[self.latest.waiting_for] = waits.get(self.latest.waiting_for, 0.0) + self.latest.waiting_s
+        latest = self.latest
+        waits = {cause: s - self.base.waits_s.get(cause, 0.0) for cause, s in latest.waits_s.items()}
+        if latest.waiting_s:
+            waits[latest.waiting_for] = waits.get(latest.waiting_for, 0.0) + latest.waiting_s
         return {cause: min(1.0, round(s / elapsed_s, 4)) for cause, s in waits.items() if s > 0}
 
 
@@ -65,14 +66,12 @@ class WorkerUsage:
     name: str
     seen_at: float
     samples: int = 0
-    tokens: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=deque)  # (time, tokens), MAX_RECENT at most
     recent_tokens: int = 0  # the tokens of `recent` together
     processes: dict[str, ProcessStats] = field(default_factory=dict)  # by session
 
     def add(self, samples: int, tokens: int, now: float) -> None:
         self.samples += samples
-        self.tokens += tokens
         self.recent.append((now, tokens))
         self.recent_tokens += tokens
         if len(self.recent) > 2 * MAX_RECENT:
@@ -166,8 +165,9 @@ class Activity:
                 case events.JobPaused(paused):
                     self._add("warning", "the job is paused" if paused else "the job continues")
                 case events.ProviderReported(peer_id, index, reporter, reason):
-                    text = f"{self._name(reporter)} reports {self._name(peer_id)} for slice {index}: {reason}"
-                    self._add("warning", text)
+                    self._add(
+                        "warning", f"{self._name(reporter)} reports {self._name(peer_id)} for slice {index}: {reason}"
+                    )
 
     def describe(self) -> JsonObject:
         """The last events and uses, latest first."""

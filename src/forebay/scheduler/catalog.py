@@ -169,7 +169,7 @@ class Catalog:
 
     def _fetch(self) -> tuple[Manifest, SliceTable]:
         origin = self.origin
-        id = str(self.origin.id)
+        id = str(origin.id)
         manifest = origin.get(MANIFEST_FILE, MAX_MANIFEST_BYTES)
         table = origin.get(TABLE_FILE, MAX_TABLE_BYTES)
         parsed = parse(id, manifest, table, origin.url)

@@ -7,13 +7,12 @@ caches) is not persisted: workers report it again.
 Cost: some 50 us an exchange with a receipt and a lease, independent of the numbers of slices and workers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import LeaseError, ProtocolError
 from forebay.lease.messages import AcceptedUse, ExchangeRequest, ExchangeResult, LeaseGrant, LeaseStatus, RefusedUse
-from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.events import Event
@@ -24,7 +23,6 @@ from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm
 
 MAX_LEASES = 16  # of a session: the lease in use and those it prefetches
-MAX_PROVIDERS = 4
 _RESIGN = "the rest of this receipt was not recorded: sign the uses again, from the offsets given here"
 
 
@@ -124,7 +122,7 @@ class SchedulerCore:
         done = self.table.done
         session.knows_done = done
         session.silent_until = now + wait_s
-        cause, reason = self._explain(session, now) if len(grants) < request.want else ("", "")
+        cause, reason = self._explain(session, now) if len(grants) < request.want and not done else ("", "")
         result = ExchangeResult(
             tuple(accepted), active, tuple(grants), wait_s, done, tuple(refused), tuple(lost),
             paused=self.paused and not done, report_cached=session.cached is None and not done,
@@ -135,33 +133,21 @@ class SchedulerCore:
     def _record_uses(
         self, peer_id: str, request: ExchangeRequest, now: float
     ) -> tuple[list[AcceptedUse], list[RefusedUse]]:
-        """Record the uses, or none of them unless all are new: the receipt is over all."""
-        new, accepted, refused = self._check_uses(peer_id, request.uses)
-        if not new:
-            return accepted, refused
-        for lease_id in new:
-            lease = self.table.leases[lease_id]
-            if lease.position == lease.start:  # a worker that starts to use a slice has it
-                self.swarm.finished(peer_id, lease.slice_index, now)
-        self._emit(events.UsesRecorded(peer_id, request.uses, request.signature, request.session), now)
-        self._quotas.of(peer_id).add_uses(len(request.uses))
-        return [self._progress(lease_id) for lease_id in new], []
+        """Record the uses of one receipt, those of a lease in their order, or none unless all are new.
 
-    def _check_uses(self, worker: str, uses: Sequence[Used]) -> tuple[list[str], list[AcceptedUse], list[RefusedUse]]:
-        """Check the uses of one receipt, those of a lease in their order.
+        The signature is over all of them.
 
         Returns:
-            The lease ids, if all uses can be recorded: the signature is over all of them. Else none, the uses that are
-            on record already, and the others refused.
+            The uses that are on record now, and the others refused.
         """
         stops: dict[str, int] = {}
         accepted: dict[str, AcceptedUse] = {}
         refused: list[RefusedUse] = []
         leases = self.table.leases
-        for used in uses:
+        for used in request.uses:
             lease_id = used.lease_id
             try:
-                if self.table.check_use(worker, used, stops.get(lease_id)):
+                if self.table.check_use(peer_id, used, stops.get(lease_id)):
                     stops[lease_id] = used.stop
                 else:
                     accepted[lease_id] = self._progress(lease_id)
@@ -169,10 +155,16 @@ class SchedulerCore:
                 refused.append(RefusedUse(lease_id, "lost", str(error), 0))
             except LeaseError as error:
                 refused.append(RefusedUse(lease_id, "range", str(error), leases[lease_id].position))
-        if not accepted and not refused:
-            return list(stops), [], []
-        refused += [RefusedUse(lease_id, "range", _RESIGN, leases[lease_id].position) for lease_id in stops]
-        return [], list(accepted.values()), refused
+        if accepted or refused:
+            refused += [RefusedUse(lease_id, "range", _RESIGN, leases[lease_id].position) for lease_id in stops]
+        elif stops:
+            for lease in [leases[lease_id] for lease_id in stops]:
+                if lease.position == lease.start:  # a worker that starts to use a slice has it
+                    self.swarm.finished(peer_id, lease.slice_index, now)
+            self._emit(events.UsesRecorded(peer_id, request.uses, request.signature, request.session), now)
+            self._quotas.of(peer_id).add_uses(len(request.uses))
+            accepted = {lease_id: self._progress(lease_id) for lease_id in stops}
+        return list(accepted.values()), refused
 
     def _progress(self, lease_id: str) -> AcceptedUse:
         """How far a lease is used that is live or ended lately."""
@@ -191,14 +183,14 @@ class SchedulerCore:
             ended = self.table.ended.get(lease_id)
             if (lease := session.leases.get(lease_id)) is not None:
                 active[lease_id] = LeaseStatus(lease.stop, round(session.deadline - now, 3))
-            elif ended is not None and ended.is_complete and ended.worker == session.key[0]:
+            elif ended is not None and ended.is_complete and ended.worker == session.worker:
                 active[lease_id] = LeaseStatus(ended.reached, 0.0)
             else:
                 lost.append(lease_id)
         return active, lost
 
     def _apply_faults(self, session: WorkerSession, faults: Sequence[ProviderFault], now: float) -> None:
-        worker = session.key[0]
+        worker = session.worker
         for fault in faults:
             key = (fault.peer_id, fault.index)
             if self.swarm.get(fault.peer_id) is None:
@@ -213,7 +205,7 @@ class SchedulerCore:
 
         Leases with a use in `refused` stay until that use is sent again: its samples must not be leased to others.
         """
-        worker = session.key[0]
+        worker = session.worker
         for failed in request.failed:
             if failed.lease_id not in session.leases or failed.lease_id in refused:
                 continue
@@ -222,8 +214,12 @@ class SchedulerCore:
             self._avoided[worker, index] = now + self.spec.lease_s
             if not self._checks and self._is_doubtful(index):
                 self._set_aside(index, failed.reason, now)
-        ids = [lease_id for lease_id in request.release if lease_id in session.leases and lease_id not in refused]
-        released = [self._take_back(lease_id, "released", now) for lease_id in ids]
+                self._advance(now)
+        released = [
+            self._take_back(lease_id, "released", now)
+            for lease_id in request.release
+            if lease_id in session.leases and lease_id not in refused
+        ]
         if session.leases or request.want:  # else it ends: when it starts again, it may go on where it was
             self._avoided |= {(worker, i): now + self.spec.lease_s / 4 for i in released}  # other workers go first
         if request.known_leases is not None:
@@ -234,11 +230,10 @@ class SchedulerCore:
         """End a live lease; its slice."""
         lease = self.table.leases[lease_id]
         index = lease.slice_index
-        self.swarm.dropped(lease.worker, index)
+        self.swarm.end(lease.worker, index)
         self._emit(events.LeaseReturned(lease_id, reason), now)
         if index in self.reasons and lease.remaining:
-            unused = (lease.position, lease.stop)
-            self._emit(events.SliceSetAside(lease.epoch, index, *unused, self.reasons[index]), now)
+            self._emit(events.SliceSetAside(lease.epoch, index, lease.position, lease.stop, self.reasons[index]), now)
         return index
 
     # Granting leases.
@@ -248,7 +243,7 @@ class SchedulerCore:
     ) -> tuple[list[LeaseGrant], float]:
         """Up to so many leases, and how long to wait for more, seconds."""
         grants: list[LeaseGrant] = []
-        quota = self._quotas.of(session.key[0])
+        quota = self._quotas.of(session.worker)
         max_grants = MAX_LEASES - len(session.leases) if now >= quota.barred_until else 0
         of_peer = None  # computed only where there is something to lease: it counts all sessions of the peer
         for _ in range(min(num_wanted, max_grants)):
@@ -256,14 +251,15 @@ class SchedulerCore:
             if samples is None:
                 break
             if of_peer is None:
-                of_peer = self._quotas.num_free(session.key[0], organisation)
+                of_peer = self._quotas.num_free(session.worker, organisation)
             if len(grants) >= of_peer:
                 break
             lease_id = f"{self._salt}{self._num_ids:x}"
             self._num_ids += 1
             self._emit(events.LeaseGranted(lease_id, *session.key, self.table.epoch, *samples), now)
             session.recent.append(samples[0])
-            quota.unused_since = now if quota.unused_since is None else quota.unused_since
+            if quota.unused_since is None:
+                quota.unused_since = now
             grants.append(self._describe(session, lease_id, now))
         if len(grants) == num_wanted:
             return grants, 0.0
@@ -272,19 +268,15 @@ class SchedulerCore:
     def _explain(self, session: WorkerSession, now: float) -> tuple[str, str]:
         """Why a session gets no more leases now: `ExchangeResult.cause` and `reason`."""
         table = self.table
-        text = self.unserved(now)
-        barred_s = self._quotas.of(session.key[0]).barred_until - now
-        if table.done:
-            return "", ""
         if self.paused:
             return "paused", "the job is paused (`forebay job resume`)"
-        if barred_s > 0:
+        if (barred_s := self._quotas.of(session.worker).barred_until - now) > 0:
             return "barred", f"this node did not use its leases, and gets none for {barred_s:.0f} s"
         if table.used + table.leased + table.num_aside == table.num_samples:
             return "leased", f"other workers have the rest ({len(table.leases) - len(session.leases)} leases)"
-        return (
-            ("unserved", text) if text else ("avoided", "what is left was tried here in vain; it is tried again soon")
-        )
+        if text := self.unserved(now):
+            return "unserved", text
+        return "avoided", "what is left was tried here in vain; it is tried again soon"
 
     def unserved(self, now: float) -> str:
         """That no data node serves the dataset, as text; "" if one does, or none is needed."""
@@ -298,13 +290,12 @@ class SchedulerCore:
     def _choose(self, session: WorkerSession, now: float) -> SampleRange | None:
         if self.paused:
             return None
-        worker = session.key[0]
+        worker = session.worker
         is_offered = self.swarm.offers(worker, now) if self._is_served is not None else None
 
         def is_avoided(index: int) -> bool:
-            if self._avoided and self._avoided.get((worker, index), now) > now:
-                return True
-            return is_offered is not None and not (session.has_cached(index) or is_offered(index))
+            is_available = is_offered is None or session.has_cached(index) or is_offered(index)
+            return not is_available or self._avoided.get((worker, index), now) > now
 
         # Without an origin only slices with copies are offered.
         return self.table.choose(session, is_avoided, now, self.swarm.copies() > 0 if is_offered is not None else None)
@@ -312,9 +303,7 @@ class SchedulerCore:
     def _describe(self, session: WorkerSession, lease_id: str, now: float) -> LeaseGrant:
         lease = self.table.leases[lease_id]
         index = lease.slice_index
-        providers = tuple[Provider, ...]()
-        if not session.has_cached(index):
-            providers = tuple(self.swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
+        providers = () if session.has_cached(index) else tuple(self.swarm.providers(index, lease.worker, now))
         return LeaseGrant(
             lease_id, self.spec.name, lease.epoch, index, self.spec.dataset_id, lease.start, lease.stop,
             int(self.table.samples[index]), providers, round(self.table.lease_s, 3),
@@ -340,18 +329,14 @@ class SchedulerCore:
                 self._emit(events.SliceCleared(index), now)
             else:
                 self._set_aside(index, next(iter(failures.values())), now)
+                self._advance(now)
         return self._take_events()
 
     def _set_aside(self, index: int, reason: str, now: float) -> None:
-        for event in self._asides(index, reason):
-            self._emit(event, now, is_final=False)
-        self._advance(now)
-
-    def _asides(self, index: int, reason: str) -> Iterator[Event]:
-        """Events that set aside all free ranges of a slice."""
+        """Set aside all free ranges of a slice; in a new epoch, record again those that are set aside."""
         table = self.table
-        for _, start, stop in list(table.aside[index] if index in table.aside else table.free.of_slice(index)):
-            yield events.SliceSetAside(table.epoch, index, start, stop, reason)
+        for start, stop in list(table.aside.get(index) or table.free.of_slice(index)):
+            self._emit(events.SliceSetAside(table.epoch, index, start, stop, reason), now, is_final=False)
 
     def bar(self, peer_id: str, now: float) -> None:
         """Grant a peer no leases for a while: it sent false messages."""
@@ -375,8 +360,7 @@ class SchedulerCore:
         if self.table.is_covered():
             self._emit(events.EpochEnded(self.table.epoch, self.table.used), now)
             for index, reason in [] if self.table.done else list(self.reasons.items()):
-                for aside in self._asides(index, reason):
-                    self._emit(aside, now, is_final=False)
+                self._set_aside(index, reason, now)
 
     def advance(self, now: float) -> list[Event]:
         """End the epoch if it is due, after a replay."""
@@ -426,8 +410,8 @@ class SchedulerCore:
             if lease_id in self.table.leases:
                 self._take_back(lease_id, reason, now)
         for peer_id in self._quotas.bar_unused(self.spec.stall_s, now):
-            for key in self.sessions.of_peer.get(peer_id, ()):
-                for lease_id in list(self.sessions.all[key].leases):
+            for session in self.sessions.of_peer.get(peer_id, ()):
+                for lease_id in list(session.leases):
                     self._take_back(lease_id, "stalled", now)
         self._caches.expire(now)
         self._quotas.expire(now)
@@ -440,8 +424,9 @@ class SchedulerCore:
         After the first call a slice is leased only to workers that have it, or that can be sent to a provider of it.
         """
         self._is_served = bool(origins)
-        self._served_at = now if origins else self._served_at
-        if not origins:
+        if origins:
+            self._served_at = now
+        else:
             self.swarm.leave_origins()
         for origin in origins:
             self.swarm.join(origin, None, now)

@@ -1,6 +1,6 @@
 """Events of the scheduler: `SchedulerCore` produces them, the journal stores them, replaying them restores the core."""
 
-from typing import Any, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 from forebay.ledger.chain import Used
 
@@ -108,15 +108,14 @@ Event: TypeAlias = (
     | SliceReadmitted | EpochEnded | JobPaused | ProviderReported | SliceCleared
 )  # fmt: skip
 _KINDS: tuple[type[Event], ...] = get_args(Event)  # their numbers on disk are their places here
-_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 def to_row(event: Event) -> list[Any]:
     """An event as a list of plain values, for JSON."""
-    values: list[Any] = [*cast("tuple[Any, ...]", event)]
+    values = list[Any](event)
     if isinstance(event, UsesRecorded):
         values[1] = [used.to_row() for used in event.uses]
-    return [_NUMBERS[type(event)], *values]
+    return [_KINDS.index(type(event)), *values]
 
 
 def from_row(row: list[Any]) -> Event:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from forebay.arrays import BOOL, I32, I64
+from forebay.arrays import BOOL, I64
 from forebay.errors import LeaseError
 from forebay.order.bijection import derive_key, permute
 
@@ -30,8 +30,8 @@ IsAvoided: TypeAlias = Callable[[int], bool]
 
 def contains(indexes: I64, index: int) -> bool:
     """Whether rising `indexes` contain an index."""
-    position = int(np.searchsorted(indexes, index))
-    return position < len(indexes) and int(indexes[position]) == index
+    position = np.searchsorted(indexes, index)
+    return bool(position < len(indexes) and indexes[position] == index)
 
 
 @dataclass
@@ -43,13 +43,12 @@ class CachedSlices:
 
 
 class FreeRanges:
-    """The ranges of one epoch that are free; `samples` is int64 [S]."""
+    """The ranges of one epoch that are free, from `start_epoch` on; `samples` is int64 [S]."""
 
     def __init__(self, samples: I64, seed: int) -> None:
         self.samples = samples
         self.seed = seed
-        self.cached_by: I32 = np.zeros(len(samples), np.int32)
-        self.start_epoch(0)
+        self.cached_by = np.zeros_like(samples, np.int32)
 
     def start_epoch(self, epoch: int) -> None:
         """Free all samples for another epoch."""
@@ -101,18 +100,18 @@ class FreeRanges:
         self.add(index, first, start)
         self.add(index, stop, end)
 
-    def take_slice(self, index: int) -> list[SampleRange]:
+    def take_slice(self, index: int) -> list[tuple[int, int]]:
         """Take all free ranges of a slice."""
         ranges = self.of_slice(index)
         self.returned.pop(index, None)
         self.fresh[index] = False
         return ranges
 
-    def of_slice(self, index: int) -> list[SampleRange]:
+    def of_slice(self, index: int) -> list[tuple[int, int]]:
         """The free ranges of a slice, rising."""
         if self.fresh[index]:
-            return [(index, 0, int(self.samples[index]))]
-        return [(index, *item) for item in sorted(self.returned.get(index, ()))]
+            return [(0, int(self.samples[index]))]
+        return sorted(self.returned.get(index, ()))
 
     def choose(
         self, cached: CachedSlices | None, is_avoided: IsAvoided, offered: BOOL | None = None

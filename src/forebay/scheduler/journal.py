@@ -48,8 +48,18 @@ CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, events BLOB NOT 
 _SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 # Faults of the disk (full, unreadable, read-only): the contents of the file may be intact.
 _DISK_FAULTS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-_SAMPLES = ("seq_len", "seed", "samples_per_slice", "packing", "documents", "split")
-_IDENTITY = ("name", "dataset_id", "layout", *_SAMPLES, "scheduler")
+_IDENTITY = (
+    "name",
+    "dataset_id",
+    "layout",
+    "seq_len",
+    "seed",
+    "samples_per_slice",
+    "packing",
+    "documents",
+    "split",
+    "scheduler",
+)
 
 
 def job_body(spec: JobSpec, **fields: Any) -> JsonObject:
@@ -115,7 +125,6 @@ class Journal(Closing):
             StateError: If the directory has another job.
             LedgerError: If the ledger is corrupt, or another scheduler has it open.
         """
-        state_dir = Path(state_dir)
         with contextlib.ExitStack() as stack:
             try:
                 database = _open_database(state_dir / JOURNAL_NAME)
@@ -158,7 +167,7 @@ class Journal(Closing):
         # A snapshot now: the next start replays little.
         self._pending = _PendingWrite(due, self.core.snapshot(), len(due))
         self._put = 1
-        self.wait(self._put)
+        self.write()
 
     # Writing.
 
@@ -281,7 +290,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 def _read_meta(database: sqlite3.Connection, key: str) -> JsonObject:
     row = database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return {} if row is None else dict(orjson.loads(bytes(row[0])))
+    return {} if row is None else dict(orjson.loads(row[0]))
 
 
 def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:

@@ -14,6 +14,7 @@ Cost: independent of the numbers of slices and workers, except at the start of a
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -97,7 +98,7 @@ class LeaseTable:
         self.steal_s = spec.steal_s
         self.sessions = WorkerSessions(spec.lease_s)
         self.leases: dict[str, LiveLease] = {}
-        self.aside: dict[int, list[SampleRange]] = {}
+        self.aside: dict[int, list[tuple[int, int]]] = {}  # (start, stop) by slice
         self.ended = RecentDict[str, EndedLease](MAX_ENDED)
         self.steals: dict[str, PlannedSteal] = {}
         self.waiting: set[SessionKey] = set()
@@ -109,13 +110,12 @@ class LeaseTable:
 
     def start_epoch(self, epoch: int) -> None:
         """Start an epoch of which nothing is used; slices that were set aside stay so."""
-        if epoch > 0:
-            self.free.start_epoch(epoch)
+        self.free.start_epoch(epoch)
         self.epoch = epoch
         self.used = 0
         self.leased = 0
         self.num_aside = 0
-        self.used_of: I64 = np.zeros(len(self.samples), np.int64)
+        self.used_of = np.zeros_like(self.samples)
         self.num_used_slices = int((self.samples == 0).sum())
         for session in self.sessions.all.values():
             if session.cached is not None:
@@ -243,9 +243,9 @@ class LeaseTable:
 
     def grant(self, lease_id: str, key: SessionKey, samples: SampleRange, now: float) -> LiveLease:
         """Lease a free range."""
-        index, start, stop = samples
-        self.free.take(index, start, stop)
-        lease = LiveLease(lease_id, key, self.epoch, index, start, stop, start, start, now)
+        _, start, stop = samples
+        self.free.take(*samples)
+        lease = LiveLease(lease_id, key, self.epoch, *samples, start, start, now)
         session = self.sessions.touch(key, now)
         if not session.leases:
             session.progress_at = now
@@ -262,7 +262,7 @@ class LeaseTable:
         A use under an unknown lease, as after the journal was lost, is taken from the free samples. LeaseError if a
         sample is used again: the record is of another job, or corrupt.
         """
-        progress: dict[SessionKey, int] = {}
+        progress = Counter[SessionKey]()
         for used in uses:
             lease = self.leases.get(used.lease_id)
             if lease is None:
@@ -273,9 +273,9 @@ class LeaseTable:
             lease.position = used.stop
             lease.progress_at = now
             lease.declared_until = max(lease.declared_until, used.stop)
-            self.leased -= used.stop - used.start
-            progress[lease.key] = progress.get(lease.key, 0) + used.stop - used.start
-            self._count(used)
+            num_samples = self._count(used)
+            self.leased -= num_samples
+            progress[lease.key] += num_samples
             if lease.position == lease.stop:
                 self._end(lease)
         for key, num_samples in progress.items():
@@ -292,8 +292,8 @@ class LeaseTable:
     def _record_unknown(self, worker: str, used: Used) -> None:
         if used.epoch != self.epoch or not 0 <= used.slice < len(self.samples):
             raise LeaseError(f"recorded {used}: it is not of epoch {self.epoch} of this dataset.")
-        for lease in [lease for lease in self.leases.values() if lease.slice_index == used.slice]:
-            if lease.position < used.stop and used.start < lease.stop:
+        for lease in list(self.leases.values()):
+            if lease.slice_index == used.slice and lease.position < used.stop and used.start < lease.stop:
                 self.release(lease.lease_id)
         if not self._take_aside(used):
             self.free.take(used.slice, used.start, used.stop)
@@ -304,20 +304,22 @@ class LeaseTable:
 
     def _take_aside(self, used: Used) -> bool:
         """Take samples out of a slice set aside, as they were used after all; False if they are not there."""
-        for samples in self.aside.get(used.slice, ()):
-            index, start, stop = samples
+        ranges = self.aside.get(used.slice, [])
+        for start, stop in ranges:
             if start <= used.start and used.stop <= stop:
-                self.aside[index].remove(samples)
-                self.aside[index] += [(index, a, b) for a, b in ((start, used.start), (used.stop, stop)) if a < b]
+                ranges.remove((start, stop))
+                ranges += [(a, b) for a, b in ((start, used.start), (used.stop, stop)) if a < b]
                 self.num_aside -= used.stop - used.start
                 return True
         return False
 
-    def _count(self, used: Used) -> None:
-        num = used.stop - used.start
-        self.used += num
-        self.used_of[used.slice] += num
+    def _count(self, used: Used) -> int:
+        """Count the samples of a use; return how many they are."""
+        num_samples = used.stop - used.start
+        self.used += num_samples
+        self.used_of[used.slice] += num_samples
         self.num_used_slices += bool(self.used_of[used.slice] == self.samples[used.slice])
+        return num_samples
 
     def cut(self, lease_id: str, stop: int, now: float) -> None:
         """Move a lease's stop nearer; one that is used up to there is over."""
@@ -336,7 +338,7 @@ class LeaseTable:
         self.leased -= lease.remaining
         self._end(lease)
         if lease.slice_index in self.aside:
-            self.aside[lease.slice_index].append((lease.slice_index, lease.position, lease.stop))
+            self.aside[lease.slice_index].append((lease.position, lease.stop))
             self.num_aside += lease.remaining
         else:
             self.free.add(lease.slice_index, lease.position, lease.stop)
@@ -352,13 +354,13 @@ class LeaseTable:
         """Withdraw a slice: its free samples, and any that are returned later, are not leased again."""
         if index not in self.aside:
             self.aside[index] = self.free.take_slice(index)
-            self.num_aside += sum(stop - start for _, start, stop in self.aside[index])
+            self.num_aside += sum(stop - start for start, stop in self.aside[index])
 
     def readmit(self, index: int) -> None:
         """Free the samples of a slice that was set aside."""
-        for samples in self.aside.pop(index, ()):
-            self.num_aside -= samples[2] - samples[1]
-            self.free.add(*samples)
+        for start, stop in self.aside.pop(index, ()):
+            self.num_aside -= stop - start
+            self.free.add(index, start, stop)
 
     def is_covered(self) -> bool:
         """Whether the epoch can end: every sample is used or set aside."""
@@ -405,7 +407,7 @@ class LeaseTable:
             "used": _pack(self.used_of),
             "fresh": _pack(self.free.fresh),
             "returned": [[i, *item] for i, ranges in self.free.returned.items() for item in ranges],
-            "aside": [[i, ranges] for i, ranges in self.aside.items()],
+            "aside": [[i, [(i, *item) for item in ranges]] for i, ranges in self.aside.items()],
             "leases": [[x.lease_id, x.key, x.slice_index, x.start, x.stop, x.position] for x in self.leases.values()],
             "ended": [[i, *ended] for i, ended in self.ended.items()],
         }
@@ -421,8 +423,8 @@ class LeaseTable:
         self.free.fresh = _unpack(saved["fresh"], np.bool_)
         for samples in saved["returned"]:
             self.free.add(*samples)
-        self.aside = {index: [(i, a, b) for i, a, b in ranges] for index, ranges in saved["aside"]}
-        self.num_aside = sum(stop - start for ranges in self.aside.values() for _, start, stop in ranges)
+        self.aside = {index: [(a, b) for _, a, b in ranges] for index, ranges in saved["aside"]}
+        self.num_aside = sum(stop - start for ranges in self.aside.values() for start, stop in ranges)
         for lease_id, key, index, start, stop, position in saved["leases"]:
             session = self.sessions.touch(tuple(key), now)
             lease = LiveLease(lease_id, session.key, self.epoch, index, start, stop, position, position, now)

@@ -116,7 +116,7 @@ class SchedulerService:
         self._core_s = 0.0
         self._over_from = 0.0
         self._trust_stamp: object = None
-        self._journal: Journal | None = None
+        self._opened: Journal | None = None
         self._state_lock: Lock | None = None  # also while the journal is opened again
         self._commit: asyncio.Task[None] | None = None
         self._disk = ThreadPoolExecutor(1)  # its own: the loop's threads may all wait for a data node that hangs
@@ -140,7 +140,7 @@ class SchedulerService:
 
     def is_done(self) -> bool:
         """Whether every sample of every epoch is used, or set aside."""
-        return self._open_journal().core.table.done
+        return self._journal.core.table.done
 
     def is_over(self) -> bool:
         """Whether the job is done and every live worker knows it.
@@ -150,7 +150,7 @@ class SchedulerService:
         """
         with self._lock:
             now = time.monotonic()
-            core = self._open_journal().core
+            core = self._journal.core
             return core.table.done and now >= self._over_from and core.all_know_done(now, QUIET_S)
 
     def left_out(self) -> str:
@@ -172,7 +172,7 @@ class SchedulerService:
         if self._state_lock is None:
             return
         try:
-            self._journal = self._read_journal()
+            self._opened = self._read_journal()
             if self.is_done():
                 self._over_from = time.monotonic() + END_S
             self._add_origins()
@@ -215,15 +215,16 @@ class SchedulerService:
         self._disk.shutdown()
         self._dialer.close()
         with self._lock:
-            if self._journal is not None:
-                self._journal.close()
+            if self._opened is not None:
+                self._opened.close()
             if self._state_lock is not None:
                 self._state_lock.release()
 
-    def _open_journal(self) -> Journal:
-        if self._journal is None:
+    @property
+    def _journal(self) -> Journal:
+        if self._opened is None:
             raise UsageError(f"scheduler of {self.name}: not started. Call start() first.")
-        return self._journal
+        return self._opened
 
     # Background tasks.
 
@@ -231,7 +232,7 @@ class SchedulerService:
         self._discovery.announce(record_key(self.identity.network_id, "scheduler", self.name), self._server.port)
 
     def _add_origins(self) -> None:
-        self._open_journal().core.add_origins(self._catalog.origins(), time.monotonic())
+        self._journal.core.add_origins(self._catalog.origins(), time.monotonic())
 
     async def _run_discovery(self) -> None:
         interval_s = self._rediscover_s
@@ -250,7 +251,7 @@ class SchedulerService:
                 log.warning("scheduler %s: %s", self.name, unserved or f"data nodes serve {self.name!r} again")
 
     def _unserved(self) -> str:
-        return self._open_journal().core.unserved(time.monotonic())
+        return self._journal.core.unserved(time.monotonic())
 
     async def _run_expiry(self) -> None:
         interval_s = min(1.0, self._catalog.spec.lease_s / 4)
@@ -259,12 +260,12 @@ class SchedulerService:
             await asyncio.sleep(interval_s)
             try:
                 with self._lock:
-                    journal = self._open_journal()
+                    journal = self._journal
                     if time.monotonic() - due > STOPPED_S:
                         journal.core.table.extend_all(time.monotonic())
                     if journal.broken:  # what could not be written did not happen: restore the core from the disk
                         journal.close()
-                        self._journal = self._read_journal()
+                        self._opened = self._read_journal()
                         self._add_origins()
                         log.warning("journal opened again: scheduler=%s; workers repeat unrecorded uses", self.name)
                         continue
@@ -278,10 +279,10 @@ class SchedulerService:
         if (stamp := revocations.stamp()) != self._trust_stamp:
             self._trust_stamp = stamp
             for session in core.sessions.all.values():
-                if revocations.find(session.key[0], session.organisation) is not None:
+                if revocations.find(session.worker, session.organisation) is not None:
                     session.deadline = -math.inf
                     session.fault = "revoked"
-                    self._activity.mark_revoked(session.key[0])
+                    self._activity.mark_revoked(session.worker)
         return core.expire(time.monotonic())
 
     async def _run_checks(self) -> None:
@@ -290,7 +291,7 @@ class SchedulerService:
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             with self._lock:
-                checks = [] if self._open_journal().broken else self._open_journal().core.pending_checks()
+                checks = [] if self._journal.broken else self._journal.core.pending_checks()
             retries = {index: retries[index] for index in checks if index in retries}
             for index in checks:
                 retry_at, wait_s = retries.get(index, (0.0, CHECK_EVERY_S))
@@ -322,7 +323,7 @@ class SchedulerService:
     async def _change(self, change: Callable[[SchedulerCore], list[Event]]) -> list[Event]:
         """Change the core; its events are on disk when this returns."""
         with self._lock:
-            journal = self._open_journal()
+            journal = self._journal
             new = change(journal.core)
             self._activity.record(new, journal.core.table)
             ticket = journal.put(new)
@@ -366,16 +367,16 @@ class SchedulerService:
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
         peer = self._member(request)
         if message.uses:
-            if message.job_id != self._open_journal().job_id:
+            if message.job_id != self._journal.job_id:
                 raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
             verify(peer.public_key, receipt_message(message.job_id, message.uses), bytes.fromhex(message.signature))
-            await self._proofs.check(peer, message.uses, self._open_journal().core)
+            await self._proofs.check(peer, message.uses, self._journal.core)
         # Only an address where the worker answered is given to others: behind NAT it fetches slices and serves none.
         if self._dialer.check(peer, message.address, source_of(request)) is not True:
             message = replace(message, address="")
         now = time.monotonic()
         with self._lock:
-            journal = self._open_journal()
+            journal = self._journal
             started = time.perf_counter()
             sessions = journal.core.sessions
             session = sessions.all.get((peer.peer_id, message.session))
@@ -401,7 +402,7 @@ class SchedulerService:
             log.info("worker joined: peer_id=%s name=%s address=%s", peer.peer_id, peer.name, message.address or "none")
         if message.stats is not None:
             usage.add_stats(message.session, message.stats, now)
-        self._activity.record(new, self._open_journal().core.table)
+        self._activity.record(new, self._journal.core.table)
         for event in new:
             if isinstance(event, UsesRecorded):
                 num = sum(used.stop - used.start for used in event.uses)
@@ -417,7 +418,7 @@ class SchedulerService:
 
     async def _read_job(self, request: Request) -> Response:
         self._member(request)
-        return JsonResponse(self._catalog.describe_job(self._open_journal().job_id))
+        return JsonResponse(self._catalog.describe_job(self._journal.job_id))
 
     async def _read_file(self, request: Request, dataset_id: str, name: str) -> Response:
         self._member(request)
@@ -435,7 +436,7 @@ class SchedulerService:
     def status(self) -> JsonObject:
         """The progress of the job; samples count over all epochs."""
         with self._lock:
-            journal = self._open_journal()
+            journal = self._journal
             return status.full_status(
                 journal.core, self._activity, self._catalog, journal.ledger.next_seq, time.monotonic()
             )
@@ -445,14 +446,14 @@ class SchedulerService:
 
     def _job_status(self) -> JsonObject:
         with self._lock:
-            return status.job_status(self._open_journal().core, time.monotonic())
+            return status.job_status(self._journal.core, time.monotonic())
 
     async def _administer(
-        self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]], **fields: str
+        self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]]
     ) -> Response:
         peer = self._member(request)
         if await self._change(change):
-            self.identity.record_event(verb, job=self.name, by=peer.peer_id, **fields)
+            self.identity.record_event(verb, job=self.name, by=peer.peer_id)
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
         return JsonResponse(self._job_status())
 

@@ -129,6 +129,10 @@ class WorkerSession:
     fault: str = "expired"
 
     @property
+    def worker(self) -> str:
+        return self.key[0]
+
+    @property
     def cached_bytes(self) -> int:
         return 0 if self.cached is None else self.cached.indexes.nbytes
 
@@ -152,7 +156,7 @@ class WorkerSessions:
 
     def __init__(self, lease_s: float) -> None:
         self.all: dict[SessionKey, WorkerSession] = {}
-        self.of_peer: dict[str, set[SessionKey]] = {}
+        self.of_peer: dict[str, list[WorkerSession]] = {}
         self.mean_speed: float | None = None
         self._lease_s = lease_s
         self._finish: list[tuple[float, SessionKey]] = []
@@ -162,23 +166,23 @@ class WorkerSessions:
         session = self.all.get(key)
         if session is None:
             session = self.all[key] = WorkerSession(key, now + self._lease_s, now)
-            self.of_peer.setdefault(key[0], set()).add(key)
+            self.of_peer.setdefault(key[0], []).append(session)
         session.deadline = max(session.deadline, now + self._lease_s)
         return session
 
     def num_leases(self, peer_id: str) -> int:
         """Leases of all sessions of a peer."""
-        return sum(len(self.all[key].leases) for key in self.of_peer.get(peer_id, ()))
+        return sum(len(session.leases) for session in self.of_peer.get(peer_id, ()))
 
     def remove_silent(self, now: float) -> list[WorkerSession]:
         """Remove and return the sessions without a request for five terms; their leases were taken back before."""
         silent = [s for s in self.all.values() if s.deadline + 4 * self._lease_s <= now and not s.leases]
         for session in silent:
             del self.all[session.key]
-            keys = self.of_peer[session.key[0]]
-            keys.discard(session.key)
-            if not keys:
-                del self.of_peer[session.key[0]]
+            sessions = self.of_peer[session.worker]
+            sessions.remove(session)
+            if not sessions:
+                del self.of_peer[session.worker]
         return silent
 
     def update_finish(self, session: WorkerSession, now: float) -> None:
@@ -226,13 +230,13 @@ class SessionCaches:
     def update(self, session: WorkerSession, address: str, organisation: str, cached: I64 | None, now: float) -> None:
         """Store what a session has cached (None: as before) and where it serves that, and update the swarm."""
         is_moved = address != session.address
-        worker = session.key[0]
+        worker = session.worker
         self._bytes[session.organisation] -= session.cached_bytes
         session.address = address
         session.organisation = organisation
         if cached is not None:
-            others = (self.sessions.all[key] for key in self.sessions.of_peer[worker] if key != session.key)
-            size = cached.nbytes + sum(other.cached_bytes for other in others)
+            others = (other.cached_bytes for other in self.sessions.of_peer[worker] if other is not session)
+            size = cached.nbytes + sum(others)
             of_organisation = self._bytes[organisation] if organisation else 0
             if size > MAX_CACHED_BYTES_PER_PEER or of_organisation + size > MAX_CACHED_BYTES_PER_ORGANISATION:
                 cached = cached[:0].copy()
@@ -252,7 +256,7 @@ class SessionCaches:
         for session in self.sessions.remove_silent(now):
             self._bytes[session.organisation] -= session.cached_bytes
             self.free.replace_cached(session.cached, None)
-            if self._sharing.get(worker := session.key[0]) == session.key:
+            if self._sharing.get(worker := session.worker) == session.key:
                 del self._sharing[worker]
                 self.swarm.leave(worker)
         for peer_id in self.swarm.expire(now):  # with its next request all that it has is announced again
@@ -329,6 +333,8 @@ class PeerQuotas:
 
     def expire(self, now: float) -> None:
         """Remove the quotas of peers without sessions, unless they are barred."""
-        for peer_id in [peer_id for peer_id in self._quotas if peer_id not in self.sessions.of_peer]:
-            if self._quotas[peer_id].barred_until <= now:
-                del self._quotas[peer_id]
+        self._quotas = {
+            peer_id: quota
+            for peer_id, quota in self._quotas.items()
+            if peer_id in self.sessions.of_peer or quota.barred_until > now
+        }

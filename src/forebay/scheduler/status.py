@@ -17,7 +17,7 @@ def job_status(core: SchedulerCore, now: float) -> dict[str, Any]:
     state = "paused" if core.paused else "running"
     table = core.table
     spec = core.spec
-    if core.table.done:
+    if table.done:
         state = "incomplete" if core.num_left_out else "done"
     return {
         "name": spec.name, "dataset_id": spec.dataset_id, "state": state, "epoch": table.epoch,
@@ -26,7 +26,7 @@ def job_status(core: SchedulerCore, now: float) -> dict[str, Any]:
         "slices_used": len(table.samples) if table.done else table.num_used_slices,
         "slices_leased": len(table.leases), "idle": len(table.waiting), "num_left_out": core.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(core.reasons.items())],
-        "done": core.table.done and not core.num_left_out, "unserved": core.unserved(now),
+        "done": table.done and not core.num_left_out, "unserved": core.unserved(now),
     }  # fmt: skip
 
 
@@ -45,13 +45,12 @@ def full_status(
 ) -> dict[str, Any]:
     """The response to `GET /v1/status`; the workers are those seen last, at most MAX_WORKERS_SHOWN."""
     latest = sorted(activity.workers.items(), key=lambda item: item[1].seen_at, reverse=True)
-    rates = [usage.rate(now) for _, usage in latest]
     return {
         **job_status(core, now),
         "seq_len": catalog.seq_len,
         "lease_s": core.spec.lease_s,
         "num_bytes": int(catalog.table.bytes.sum()),
-        "tokens_per_s": round(sum(rates), 1),
+        "tokens_per_s": round(sum(usage.rate(now) for _, usage in latest), 1),
         "num_workers": len(latest),
         "workers": {
             peer_id: {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forebay.arrays import BOOL, I64
-from forebay.errors import ProtocolError, UsageError
+from forebay.errors import ProtocolError
 from forebay.network.peer import node_of
 from forebay.recent import RecentDict
 
@@ -24,38 +24,33 @@ MAX_RANGES = 200_000
 
 def format_ranges(indexes: I64) -> str:
     """Rising indexes as text like `0-15,17`; "" for none."""
-    if len(indexes) == 0:
-        return ""
-    edges = np.flatnonzero(np.diff(indexes) != 1)
-    first = indexes[np.concatenate([[0], edges + 1])]
-    last = indexes[np.concatenate([edges, [len(indexes) - 1]])]
+    first = indexes[np.diff(indexes, prepend=-2) != 1]
+    last = indexes[np.diff(indexes, append=-2) != 1]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first.tolist(), last.tolist()))
 
 
-def parse_ranges(text: object, stop: int) -> I64:
+def parse_ranges(text: str, stop: int) -> I64:
     """The indexes in [0, stop) of a text of `format_ranges`, rising. Costs some 0.3 us a range."""
 
     def wrong(expected: str) -> ProtocolError:
-        return ProtocolError(f"slices: expected {expected}, got {str(text)[:80]!r}")
+        return ProtocolError(f"slices: expected {expected}, got {text[:80]!r}")
 
-    if not isinstance(text, str) or not text.isascii():
-        raise wrong("ranges like 0-15,17")
     if not text:
         return np.empty(0, np.int64)
     if text.count(",") >= min(stop, MAX_RANGES):
         raise wrong(f"at most {min(stop, MAX_RANGES)} ranges")
-    if not re.fullmatch(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", text):
+    if not re.fullmatch(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*", text):
         raise wrong("ranges like 0-15,17")
     numbers = np.fromstring(text.replace("-", ","), np.int64, sep=",")
     marks = np.frombuffer(text.encode(), np.uint8)
-    is_dash = marks[(marks == ord(",")) | (marks == ord("-"))] == ord("-")  # between two numbers
+    is_dash = marks[marks < ord("0")] == ord("-")  # between two numbers
     first = numbers[np.append(True, ~is_dash)]
     last = numbers[np.append(~is_dash, True)]
     if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] >= stop:
         raise wrong(f"ranges that rise within [0, {stop})")
     counts = last - first + 1
-    offsets = np.repeat(first - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    return np.asarray(offsets + np.arange(int(counts.sum())), np.int64)
+    offsets = np.repeat(first - counts.cumsum() + counts, counts)
+    return np.asarray(offsets + np.arange(len(offsets)), np.int64)
 
 
 _FIRST_ROWS = 64
@@ -80,12 +75,12 @@ class Members:
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = np.zeros(0, np.int32)
         self.seen_at = np.zeros(0)
-        self._grow(_FIRST_ROWS)
+        self._grow()
 
     def add(self, peer_id: str, *, is_origin: bool, gives: bool) -> None:
         """Add a member without slices."""
         if not self._free:
-            self._grow(2 * len(self.ids))
+            self._grow()
         row = self._free.pop()
         self.ids[row] = peer_id
         self.rows[peer_id] = row
@@ -99,13 +94,10 @@ class Members:
         row = self.rows.pop(peer_id)
         self.ids[row] = ""
         self.is_origin[row] = self.gives[row] = False
-        self.slots[row] = 0
         self._free.append(row)
 
     def set_all(self, peer_id: str, have: BOOL) -> None:
-        """The member has exactly these slices."""
-        if have.shape != (self.num_slices,):
-            raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
+        """The member has exactly these slices: [num_slices] flags."""
         row = self.rows[peer_id]
         new = np.packbits(have, bitorder="little")
         old = self._bits[:, row].copy()
@@ -132,24 +124,20 @@ class Members:
 
     def holders_of(self, index: int) -> BOOL:
         """[rows] flags of the members that have a slice, without origins."""
-        flags: BOOL = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
-        return flags
+        return np.asarray(self._bits[index >> 3] & np.uint8(1 << (index & 7)), np.bool_)
 
-    def by_load(self, rows: I64) -> I64:
-        """Rows by the number of uploads, the fewest first; then by number."""
-        return rows[np.lexsort((rows, self.uploads[rows]))]
-
-    def _grow(self, num_rows: int) -> None:
+    def _grow(self) -> None:
+        """Double the rows."""
         before = len(self.ids)
-        bits = np.zeros((self._bits.shape[0], num_rows), np.uint8)
+        more = before or _FIRST_ROWS
+        bits = np.zeros((len(self._bits), before + more), np.uint8)
         bits[:, :before] = self._bits
         self._bits = bits
-        more = num_rows - before
         for name in ("gives", "is_origin", "uploads", "slots", "seen_at"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self.ids += [""] * more
-        self._free = list(range(num_rows - 1, before - 1, -1))
+        self._free = list(range(before, before + more))[::-1]
 
 
 Pair = tuple[str, int]  # (asker, slice)
@@ -236,10 +224,9 @@ class PeerPenalties:
     def leave(self, member: str) -> None:
         """Remove a member; bans of its node stay."""
         node = node_of(member)
-        members = self._members.get(node, set())
-        members.discard(member)
-        if not members:
-            self._members.pop(node, None)
+        self._members[node].discard(member)
+        if not self._members[node]:
+            del self._members[node]
         self._until.pop(member, None)
 
     def num_members(self, node: str) -> int:
@@ -263,8 +250,8 @@ class PeerPenalties:
         own = node_of(asker)
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())
-            slices.add(index)
-            slices.intersection_update(list(slices)[:_DAMAGED])  # bounded
+            if len(slices) < _DAMAGED:
+                slices.add(index)
             if len(slices) < _DAMAGED:
                 return False
         self._banned.setdefault(own, RecentDict(_MAX_BANNED))[node] = now + BAN_S

@@ -117,8 +117,7 @@ class SwarmReader:
         self._reported_at = self._direct_until = float("-inf")
         self.num_verified = 0  # bytes, since `_checked_at`
         self._checked_at = self._good_at = self.now()
-        largest = int(self.table.bytes.max()) if len(self.table) else 0
-        self._patience_s = max(_MIN_PATIENCE_S, largest / _SLICE_BYTES_PER_S)
+        self._patience_s = max(_MIN_PATIENCE_S, self.table.bytes.max(initial=0) / _SLICE_BYTES_PER_S)
         self._is_due = self._closed = False
         own = Provider(share.identity.peer_id, self._address, False) if share is not None else None
         self._tracker = TrackerClient(self.origin.client, self.dataset_id, self._find_trackers, own)
@@ -274,13 +273,11 @@ class SwarmReader:
                 f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
             ) from error
         named = {item.index: _provider_of(item) for item in message.assignments}
-        assigned = {index: provider for index, provider in named.items() if index in requested}
         sharers = [_provider_of(sharer) for sharer in message.sharers]
-        opened = {index: self._open(index, provider) for index, provider in assigned.items()}
+        opened = [(index, other, self._open(index, other)) for index, other in named.items() if index in requested]
         self._tracker.add_sharers(sharers)
         with self._changed:
-            for index, provider in assigned.items():
-                source = opened[index]
+            for index, provider, source in opened:
                 if index not in self._waiting:
                     self._updates["dropped"].append(index)
                 elif isinstance(source, NetworkError):
@@ -290,7 +287,7 @@ class SwarmReader:
                     self._sources[index] = provider, source
             if message.tell_have:
                 self._reported = None
-        if assigned:
+        if opened:
             self.on_change()
         return 0.0 if message.tell_have else min(10.0, max(0.02, message.wait_s))
 
@@ -321,7 +318,8 @@ class SwarmReader:
                 return
             self._reported = None
             is_direct = now - self._good_at >= self._patience_s
-            self._direct_until = now + _DIRECT_S if is_direct else self._direct_until
+            if is_direct:
+                self._direct_until = now + _DIRECT_S
         self._tracker.leave_current()
         log.info(
             "swarm of %s: %d bytes in %.0f s: asking another tracker", self.dataset_id[:12], num_verified, elapsed_s

@@ -203,10 +203,9 @@ class SliceServer(ABC):
     def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[JsonObject]:
         """Return signed claims of the datasets, or those of one name or id, that a peer's certificate covers."""
         expires_at = time.time() + self.ttl_s
-        own_id = self.identity.peer_id
         return [
             Claim(
-                shared.name, shared.dataset_id, shared.num_slices, own_id, self.address, expires_at,
+                shared.name, shared.dataset_id, shared.num_slices, self.identity.peer_id, self.address, expires_at,
                 shared.num_cached(), shared.url,
             ).to_json(self.identity)
             for shared in list(self._shared.values())
@@ -291,7 +290,7 @@ class SliceServer(ABC):
             except (NetworkError, OSError) as error:
                 failure = f"{name}: {error}"
                 log.warning("announcing %s failed, trying again in %g s: %s", name, self.ttl_s / 3, error)
-        self._announcements = self._announcements + 1
+        self._announcements += 1
         self._announce_error = failure
 
 

@@ -25,6 +25,7 @@ from forebay.network.peer import Provider
 from forebay.swarm.members import Download, Downloads, Members, PeerPenalties
 
 PATIENCE_S = 60.0
+_MAX_PROVIDERS = 4
 _MAX_WANTED = 4096  # requested slices that one call considers
 _TRIED = 64  # candidates whose providers one call considers, beside those it needs
 _LOST_AFTER = 8.0  # times the mean duration of a download, before it counts as lost
@@ -79,7 +80,7 @@ class Swarm:
         if peer_id not in self._providers:
             return
         for pair in self._downloads.of(peer_id):
-            self._end(pair)
+            self.end(*pair)
         del self._providers[peer_id]
         self._members.remove(peer_id)
         self.penalties.leave(peer_id)
@@ -100,20 +101,20 @@ class Swarm:
 
     # Downloads.
 
-    def providers(self, index: int, asker: str, now: float, limit: int = 4) -> list[Provider]:
-        """The providers of one slice that the asker needs: the least loaded first, origins last.
+    def providers(self, index: int, asker: str, now: float) -> list[Provider]:
+        """The providers of one slice that the asker needs, four at most: the least loaded first, origins last.
 
         The first counts as uploading it until `finished` or `failed`. Banned and avoided members are left
         out; those without a free slot come last.
         """
         self._end_overdue(now)
         members = self._members
-        self._end((asker, index))
+        self.end(asker, index)
         willing = members.gives & ~self._shunned(asker, now)
-        rows = np.flatnonzero(members.holders_of(index) & willing)
-        rows = np.concatenate([members.by_load(rows), members.by_load(np.flatnonzero(willing & members.is_origin))])
-        free = members.uploads[rows] < members.slots[rows]
-        rows = np.concatenate([rows[free], rows[~free]])[:limit]
+        rows = np.flatnonzero(willing & (members.holders_of(index) | members.is_origin))
+        uploads = members.uploads[rows]
+        order = np.lexsort((rows, uploads, members.is_origin[rows], uploads >= members.slots[rows]))
+        rows = rows[order[:_MAX_PROVIDERS]]
         providers = [self._providers[members.ids[row]] for row in rows.tolist()]
         if providers:
             self._begin(asker, index, providers[0], now)
@@ -136,7 +137,7 @@ class Swarm:
         members = self._members
         if self._providers[asker].address:
             members.clear(asker, missing)
-        willing = members.gives & (members.slots > 0) & ~self._shunned(asker, now)
+        willing = members.gives & ~self._shunned(asker, now)
         origins = np.flatnonzero(willing & members.is_origin)
         for index in self._candidates(asker, missing, num - len(assigned), origins):
             provider = self._source(index, willing, origins)
@@ -156,7 +157,7 @@ class Swarm:
             self._downloads.usual_s = usual_s + 0.1 * (seconds - usual_s) if usual_s else seconds
             self.penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
-        self._end((asker, index))
+        self.end(asker, index)
         if (member := self._providers.get(asker)) is not None:
             self._members.seen_at[self._members.rows[asker]] = now
             if member.address and not member.is_origin:
@@ -169,7 +170,7 @@ class Swarm:
         """
         done = self._downloads.get((asker, index))
         if done is not None and done.holder == peer_id:
-            self._end((asker, index))
+            self.end(asker, index)
         self._counts["failed"] += 1
         if wrong:
             holder = self._providers.get(peer_id)  # None: a replayed report, before any member has joined
@@ -177,9 +178,10 @@ class Swarm:
         self.penalties.failed(asker, peer_id, now)
         return False
 
-    def dropped(self, asker: str, index: int) -> None:
-        """The asker stopped a download; the provider is not at fault."""
-        self._end((asker, index))
+    def end(self, asker: str, index: int) -> None:
+        """End a download, if there is one; the provider is not at fault."""
+        if (done := self._downloads.end((asker, index))) is not None:
+            self._members.uploads[self._members.rows[done.holder]] -= 1
 
     # Queries.
 
@@ -191,8 +193,8 @@ class Swarm:
         return lambda index: bool((self._members.holders_of(index) & willing).any())
 
     def copies(self) -> I32:
-        """[num_slices] copies of each slice, without origins."""
-        return self._members.copies.copy()
+        """[num_slices] copies of each slice, without origins; a view."""
+        return self._members.copies
 
     def __len__(self) -> int:
         return len(self._providers)
@@ -225,22 +227,19 @@ class Swarm:
             return []
         assigned = []
         shunned = self._shunned(asker, now)
-        for index in sorted(set(indexes).intersection(missing.tolist()))[:num]:
-            download = self._downloads.get((asker, index))
-            assert download is not None
-            if shunned[self._members.rows[download.holder]]:
-                self._end((asker, index))
+        for index in np.intersect1d(indexes, missing)[:num].tolist():
+            holder = self._downloads[asker, index].holder
+            if shunned[self._members.rows[holder]]:
+                self.end(asker, index)
             else:
-                assigned.append((index, self._providers[download.holder]))
+                assigned.append((index, self._providers[holder]))
         return assigned
 
     def _shunned(self, asker: str, now: float) -> BOOL:
         """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
         shunned = np.zeros(len(members.ids), np.bool_)
-        banned = [
-            members.rows[peer_id] for peer_id in self.penalties.banned_for(asker, now) if peer_id in self._providers
-        ]
+        banned = [members.rows[peer_id] for peer_id in self.penalties.banned_for(asker, now)]
         if banned:
             # The last origin is never banned: wrong bytes cost a fetch, its loss the dataset.
             origins = members.is_origin.copy()
@@ -274,7 +273,7 @@ class Swarm:
                 return None
             rows = origins
         rows = rows[members.uploads[rows] < members.slots[rows]]
-        return self._providers[members.ids[int(members.by_load(rows)[0])]] if len(rows) else None
+        return self._providers[members.ids[rows[members.uploads[rows].argmin()]]] if len(rows) else None
 
     def _begin(self, asker: str, index: int, holder: Provider, now: float) -> None:
         member = self._providers.get(asker)
@@ -283,11 +282,6 @@ class Swarm:
         self._members.uploads[self._members.rows[holder.peer_id]] += 1
         self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
 
-    def _end(self, pair: tuple[str, int]) -> None:
-        """End a download, if there is one."""
-        if (done := self._downloads.end(pair)) is not None:
-            self._members.uploads[self._members.rows[done.holder]] -= 1
-
     def _end_overdue(self, now: float) -> None:
         before = now - max(PATIENCE_S, _LOST_AFTER * self._downloads.usual_s)
         while self._downloads:
@@ -295,7 +289,7 @@ class Swarm:
             if download.since > before:
                 break
             self._counts["overdue"] += 1
-            self._end(pair)
+            self.end(*pair)
             # The provider is slow, or the asker is dead: only the asker avoids it, else three dead askers would hide an
             # origin from all.
             self.penalties.failed(pair[0], download.holder, now)

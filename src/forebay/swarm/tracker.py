@@ -50,7 +50,6 @@ class Tracker:
     def __init__(self, client: Client) -> None:
         self._lock = threading.Lock()
         self._tracked: dict[str, _TrackedSwarm] = {}
-        self._client = client
         self._dialer = ReachabilityChecker(client)
 
     def add(self, dataset_id: str, num_slices: int, own: Provider, own_flags: Callable[[], BOOL] | None = None) -> None:
@@ -94,7 +93,7 @@ class Tracker:
                     raise ProtocolError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
                 if peer.org:
                     self._add_session(tracked, peer.org, me)
-            is_reached = True if own is not None else self._dialer.check(peer, request.address, source)
+            is_reached = own is not None or self._dialer.check(peer, request.address, source)
             return steer(
                 swarm,
                 own or Provider(me, request.address if is_reached else "", False),
@@ -126,9 +125,9 @@ class Tracker:
 
     def _refresh(self, tracked: _TrackedSwarm, now: float) -> None:
         flags = None
-        if now - tracked.read_flags_at >= 1.0:
+        if tracked.own_flags is not None and now - tracked.read_flags_at >= 1.0:
             tracked.read_flags_at = now
-            flags = tracked.own_flags() if tracked.own_flags is not None else None
+            flags = tracked.own_flags()
         tracked.swarm.join(tracked.own, flags, now)
         tracked.swarm.expire(now)
 
@@ -143,7 +142,7 @@ def steer(swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, 
         may_fetch: False while its address is being checked: it repeats the request in a moment.
     """
     me = member.peer_id
-    registered = swarm.get(member.peer_id)
+    registered = swarm.get(me)
     have = None
     if request.have is not None:
         have = np.zeros(swarm.num_slices, np.bool_)
@@ -152,12 +151,11 @@ def steer(swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, 
     is_new = registered is None or registered.address != member.address
     swarm.join(member, have, now)
     for failed in request.failed:
-        if swarm.get(failed.member) is None:
-            continue  # this tracker never named it
-        if swarm.failed(me, failed.index, failed.member, now, failed.wrong):
+        is_known = swarm.get(failed.member) is not None  # else this tracker never named it
+        if is_known and swarm.failed(me, failed.index, failed.member, now, failed.wrong):
             log.warning("%s reports wrong bytes of slice %d from %s", me, failed.index, failed.member)
     for index in request.dropped:
-        swarm.dropped(me, index)
+        swarm.end(me, index)
     for index in request.finished:
         swarm.finished(me, index, now)
     assigned = swarm.assign(me, want, min(MAX_AT_ONCE, request.num), now) if may_fetch else []

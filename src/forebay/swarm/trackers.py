@@ -62,12 +62,8 @@ class TrackerClient:
 
     def leave_current(self) -> None:
         """Ask the others first from now on: too little came of the responses of the current one."""
-        now = time.monotonic()
-        self._idle_since = {
-            address: since_s for address, since_s in self._idle_since.items() if now - since_s < _LEFT_S
-        }
         if self.current is not None:
-            self._idle_since[self.current.address] = now
+            self._idle_since[self.current.address] = time.monotonic()
         self._ranked = []
 
     def drop_current(self) -> None:
@@ -102,10 +98,8 @@ class TrackerClient:
 
     def _drop_first(self) -> None:
         lost = self._ranked.pop(0)
-        now = time.monotonic()
         self._sharers.pop(lost.address, None)
-        self._dead = {address: until for address, until in self._dead.items() if until > now}
-        self._dead[lost.address] = now + _DEAD_S
+        self._dead[lost.address] = time.monotonic() + _DEAD_S
 
     def _look_up(self, now: float) -> None:
         self._looked_up_at = now
@@ -126,7 +120,9 @@ class TrackerClient:
     def _rank(self, trackers: Sequence[Provider]) -> None:
         by_address = {**self._sharers, **{tracker.address: tracker for tracker in trackers}}
         now = time.monotonic()
-        alive = [tracker for tracker in by_address.values() if self._dead.get(tracker.address, 0.0) <= now]
+        self._dead = {address: until for address, until in self._dead.items() if until > now}
+        self._idle_since = {address: since for address, since in self._idle_since.items() if now - since < _LEFT_S}
+        alive = [tracker for tracker in by_address.values() if tracker.address not in self._dead]
         self._day = int(self.now() // _DAY_S)
         own = self.client.identity.peer_id if self.client.identity is not None else ""
 
@@ -134,7 +130,6 @@ class TrackerClient:
             reader = own if tracker.is_origin else ""
             text = f"forebay/3 tracker\n{self.dataset_id}\n{self._day}\n{reader}\n{node_of(tracker.peer_id)}"
             left_at = self._idle_since.get(tracker.address, float("-inf"))
-            left_at = left_at if now - left_at < _LEFT_S else float("-inf")
             return left_at, not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
 
         self._ranked = sorted(alive, key=rank)

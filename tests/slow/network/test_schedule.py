@@ -101,7 +101,7 @@ def test_a_slice_set_aside_and_a_restart_with_no_data_node(tmp_path, stack: Exit
             worker.exchange(job=NAME, failed=[{"lease_id": lease["lease_id"], "reason": "torn"}])
         assert len(slices) == 1
 
-    job = service._open_journal().core
+    job = service._journal.core
     fail("three", "four")
     until(lambda: not job.failures)
     assert not service.left_out() and not job.reasons

@@ -19,7 +19,7 @@ def test_a_job_records_the_certificate_of_a_worker_again_once_the_last_one_ended
         network = Network(tmp_path, stack, "w")
         network.serve(make_dataset(tmp_path / "d", 4, 40))
         service = network.schedule(seq_len=8)
-        recorded = service._open_journal().enlisted
+        recorded = service._journal.enlisted
         network.work("w", service, on_batch=lambda batch: recorded.update(dict.fromkeys(recorded, 0.0)))
         network.assert_used_once(15)
         certificates = [e.body["certificate"] for e in read_entries(service.ledger_path) if e.kind == "worker"]

@@ -138,7 +138,7 @@ class Churn(RuleBasedStateMachine):
             current = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
             back = [(i, *item) for i, items in table.free.returned.items() for item in items]
             fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
-            aside = [part for parts in table.aside.values() for part in parts]
+            aside = [(i, *item) for i, items in table.aside.items() for item in items]
             for index, start, stop in [*current, *back, *fresh, *aside]:
                 places[index, start:stop] += 1
             for (epoch, index), samples in self.counts.items():
@@ -277,6 +277,13 @@ def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once:
     assert not exchange(core, "a", 1.0, release=tuple(grant.lease_id for grant in grants), want=want).leases
     assert len(exchange(core, "a", 1.1, want=2).leases) == at_once
     assert len(exchange(core, "a", 4.0, want=2).leases) == 2 - at_once
+
+
+def test_a_lease_that_a_request_releases_twice_is_released_once():
+    core = SchedulerCore(spec([3]))
+    grant = exchange(core, "a", want=1).leases[0]
+    exchange(core, "a", release=(grant.lease_id, grant.lease_id))
+    assert not core.table.leases and len(exchange(core, "b", want=1).leases) == 1
 
 
 def test_providers_come_from_the_swarm_and_a_liar_is_left_out_for_who_says_so():

@@ -148,7 +148,7 @@ def test_who_refuses_is_avoided_for_a_while_and_the_origin_steps_in():
     assert holders(swarm, "a", 0) == {0: peer("full")}
     swarm.failed("a", 0, "full", 0.1)
     assert holders(swarm, "a", 0, now=0.2) == {0: ORIGIN}
-    swarm.dropped("a", 0)
+    swarm.end("a", 0)
     assert holders(swarm, "a", 0, now=5.0) == {0: peer("full")}
 
 
