@@ -146,6 +146,7 @@ class DataNode(SliceServer):
         with self._lock:
             sent = dict(self._sent)
         return [
+            *super().metrics(),
             counter(
                 "forebay_peer_sent_bytes_total",
                 "Bytes of slices and files sent, by peer id; to the role viewer only.",

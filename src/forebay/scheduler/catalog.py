@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.lease.messages import Lease, LeaseGrant, ProviderReport
@@ -35,7 +35,6 @@ from forebay.storage.origins import RemoteDataset
 from forebay.storage.retry import log_while_waiting
 
 DIRECTORY = "datasets"
-MAX_MANIFEST_BYTES = 16 << 20
 MAX_TABLE_BYTES = 1 << 30
 ASK_S = 5.0
 RETRY_S = 0.2

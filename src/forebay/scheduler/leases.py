@@ -324,7 +324,7 @@ class LeaseTable:
     def cut(self, lease_id: str, stop: int, now: float) -> None:
         """Move a lease's stop nearer; one that is used up to there is over."""
         lease = self.leases[lease_id]
-        self.free.add(lease.slice_index, stop, lease.stop)
+        self._return(lease.slice_index, stop, lease.stop)
         self.leased -= lease.stop - stop
         lease.stop = stop
         self.steals.pop(lease_id, None)
@@ -337,11 +337,14 @@ class LeaseTable:
         lease = self.leases[lease_id]
         self.leased -= lease.remaining
         self._end(lease)
-        if lease.slice_index in self.aside:
-            self.aside[lease.slice_index].append((lease.position, lease.stop))
-            self.num_aside += lease.remaining
+        self._return(lease.slice_index, lease.position, lease.stop)
+
+    def _return(self, index: int, start: int, stop: int) -> None:
+        if index in self.aside:
+            self.aside[index].append((start, stop))
+            self.num_aside += stop - start
         else:
-            self.free.add(lease.slice_index, lease.position, lease.stop)
+            self.free.add(index, start, stop)
 
     def _end(self, lease: LiveLease) -> None:
         del self.leases[lease.lease_id]

@@ -160,8 +160,10 @@ def consume(loader: Any, stop: threading.Event):
 
 
 def test_promtool_finds_nothing_to_improve(processes: Processes):
-    for kind, text in processes.expositions().items():
+    shown = processes.expositions()
+    for kind, text in shown.items():
         assert prometheus.lint(text) == "", kind
+    assert [kind for kind, text in shown.items() if "forebay_announce_failing" in text] == ["data node", "worker"]
 
 
 def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Processes):

@@ -140,8 +140,11 @@ def test_a_lease_that_is_not_started_goes_whole_to_an_idle_worker():
 
 def test_an_epoch_ends_without_a_slice_set_aside_until_it_is_readmitted():
     leases = table([4, 4], epochs=2)
-    lease = grant(leases, "a", "1")
-    leases.set_aside(1 - lease.slice_index)
+    lease, other = grant(leases, "a", "1"), grant(leases, "b", "2")
+    leases.set_aside(other.slice_index)
+    leases.cut("2", 2, 0.0)
+    assert grant(leases, "c", "3") is None
+    leases.release("2")
     use(leases, lease, 4)
     assert leases.epoch == 1 and leases.num_aside == 4
     leases.readmit(1 - lease.slice_index)
