@@ -13,7 +13,6 @@ bytes count. A certificate's own scope is checked first. While the file is unrea
 Cost: one stat per request, and with a quota one write of some 30 us.
 """
 
-import logging
 import sqlite3
 import threading
 from fnmatch import fnmatchcase
@@ -23,13 +22,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError, model_validator
 
 from forebay.errors import StateError, UsageError
+from forebay.network import log
 from forebay.network.peer import ROLES, Peer
 from forebay.network.pki.revocation import FileStamp, file_stamp
 from forebay.toml import read_toml
 from forebay.units import parse_size
 
 DAY_S = 86400
-log = logging.getLogger("forebay.network")
 
 
 def _quota(value: Any) -> int:

@@ -9,7 +9,6 @@ certificate and uses nothing.
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.network import log
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.join import check_token
@@ -46,7 +46,6 @@ LIMITS = ServerLimits(
     body_s=5.0,
     send_s=5.0,
 )
-log = logging.getLogger("forebay.network")
 
 
 class Admissions:

@@ -5,7 +5,6 @@ sender (`peer`) and its `connection` (`server_connections.PeerProtocol`) into ea
 """
 
 import asyncio
-import logging
 import os
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from forebay.errors import ProtocolError
 from forebay.files import open_below
+from forebay.network import log
 from forebay.network.crl_exchange import CRLS, receive_crl
 from forebay.network.messages import ErrorReply, JsonObject
 from forebay.network.peer import Peer
@@ -43,7 +43,6 @@ JSON = "application/json"
 BINARY = "application/octet-stream"
 CHARGE_BYTES = 4 << 20  # of a quota at once
 PEM_TYPE = "application/x-pem-file"
-log = logging.getLogger("forebay.network")
 
 
 class ApiError(Exception):

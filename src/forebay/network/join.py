@@ -8,7 +8,6 @@ and is a secret until it is used up or expired. Keys never leave their machine.
 import base64
 import itertools
 import json
-import logging
 import ssl
 import time
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from pydantic import TypeAdapter
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
+from forebay.network import log
 from forebay.network.client import Client, ConnectionLostError, RemoteError
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
@@ -42,7 +42,6 @@ TIMEOUT_S = 20.0
 PENDING_KEY = "joining-key.pem"
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
-log = logging.getLogger("forebay.network")
 ADMISSION = "admission.json"  # the address of the issuer's admission server
 
 

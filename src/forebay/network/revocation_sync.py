@@ -7,7 +7,6 @@ many addresses it announced.
 """
 
 import contextlib
-import logging
 import random
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.network import log
 from forebay.network.client import Client
 from forebay.network.crl_exchange import PAUSE_S, exchange_crls
 from forebay.network.discovery import Discovery, ask_many, record_key, spread
@@ -29,7 +29,6 @@ LOOK_EVERY_S = 1.0
 DISCOVER_EVERY_S = 60.0
 NUM_SEARCHES, MAX_FOUND = 4, 64  # of the DHT, while no member is known; addresses that are asked after each
 MAX_FOUND_PER_HOST = 2
-log = logging.getLogger("forebay.network")
 
 
 @dataclass(eq=False)

@@ -11,7 +11,6 @@ Cost: one thread with one event loop for all connections; some 35 KiB per idle T
 import asyncio
 import contextlib
 import errno
-import logging
 import socket
 import ssl
 import threading
@@ -21,7 +20,9 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 from fastapi import FastAPI
 
+from forebay.closing import Closing
 from forebay.errors import NetworkError
+from forebay.network import log
 from forebay.network.app import add_trust_routes
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery
@@ -41,11 +42,10 @@ THREAD_JOIN_S = 10.0
 START_S = 30.0
 T = TypeVar("T")
 Task: TypeAlias = Callable[[], Awaitable[None]]
-log = logging.getLogger("forebay.network")
 
 
 @dataclass(eq=False)
-class Server:
+class Server(Closing):
     """Serves an application to the members of one network; with identity None to any client.
 
     Owns its thread and sockets from `start` to `close`; both may be called from any thread, `close` more than once.
@@ -156,9 +156,6 @@ class Server:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive
 
@@ -214,7 +211,7 @@ class Server:
             try:
                 await body()
                 return
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged with its traceback
                 self._core.task_failures[name] += 1
                 if self._loop.time() - started > MAX_WAIT_S:
                     pause_s = FIRST_WAIT_S
@@ -224,7 +221,7 @@ class Server:
 
     async def _sweep(self) -> None:
         core = self._core
-        limits = self._core.limits
+        limits = core.limits
         while True:
             period_s = min(4.0, limits.idle_s / 4, limits.head_s / 4, limits.handshake_s / 2, limits.send_s / 4)
             due = self._loop.time() + period_s

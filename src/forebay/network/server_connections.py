@@ -30,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
+from forebay.network import log
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
 from forebay.network.client import CRLS_HEADER
 from forebay.network.crl_exchange import CRLS
@@ -47,7 +48,6 @@ MAX_HEAD_BYTES = 32 << 10
 SLOW_S = 2.0
 MAX_DELAY_S = 5.0
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".localdomain", ".home.arpa", ".lan", ".svc")
-log = logging.getLogger("forebay.network")
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings of malformed requests could fill a disk
 
 
@@ -433,7 +433,7 @@ class ServerCore:
             else:
                 entry = connection.peer.party, f"{scope['path']} {key}"
                 await self.replies.answer(entry, self.app, scope, bounded_receive, counted_send)
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged with its traceback
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
             if not started:
                 await ApiError(500, "internal", "the request failed; see the node's log").response()(
@@ -455,7 +455,7 @@ class ServerCore:
         self.connections.cancel_handshakes(now - self.limits.handshake_s)
         for connection in self.connections.all():
             peer = connection.peer
-            if peer.peer_id and peer.peer_id not in refusals:
+            if peer.peer_id not in refusals:
                 refusals[peer.peer_id] = self.refusal(peer)
             if (reason := refusals.get(peer.peer_id)) is not None:
                 log.warning("connection cut: %s", reason)

@@ -11,7 +11,6 @@ peer receives no CRLs.
 
 import datetime as dt
 import hashlib
-import logging
 import math
 import re
 import threading
@@ -28,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
+from forebay.network import log
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import is_issuer, read_issuer, read_root
@@ -43,7 +43,6 @@ ORGANISATION_BURST = 3
 LOOK_EVERY_S = 1.0
 PEER_ID = re.compile(r"[a-z2-7]{32}")
 FileStamp = tuple[int, int, int] | None
-log = logging.getLogger("forebay.network")
 
 
 @dataclass(frozen=True)
@@ -150,11 +149,11 @@ class Revocations:
         """The entry that revokes a peer of an organisation, or of none, as text; None if there is none."""
         with self._lock:
             self._refresh()
-            if peer_id in self._own or self._is_in_root_crl(peer_id):
+            if peer_id in self._own or self._is_listed(self.root_id, peer_id):
                 return f"peer {peer_id} is revoked in this network"
-            if org and (org in self._own or self._is_in_root_crl(org)):
+            if org and (org in self._own or self._is_listed(self.root_id, org)):
                 return f"peer {peer_id} is of organisation {org}, which is revoked in this network"
-            if org and (crl := self._crls.get(org)) is not None and serial_number_of(peer_id) in crl.serials:
+            if self._is_listed(org, peer_id):
                 return f"peer {peer_id} is revoked by its organisation {org}"
         return None
 
@@ -231,8 +230,9 @@ class Revocations:
             self._refresh()
         return self
 
-    def _is_in_root_crl(self, peer_id: str) -> bool:
-        crl = self._crls.get(self.root_id)
+    def _is_listed(self, issuer: str, peer_id: str) -> bool:
+        """Whether the current CRL of an issuer revokes a peer."""
+        crl = self._crls.get(issuer)
         return crl is not None and serial_number_of(peer_id) in crl.serials
 
     def _refresh(self) -> None:
