@@ -58,6 +58,7 @@ class Admissions:
         self._audit = audit
         self._now = now
         self.issuer = read_issuer(self.directory)
+        self._org = "" if self.issuer.is_root else self.issuer.peer_id  # of the nodes that it certifies
         self._network = read_network(self.directory)
         self._revocations = Revocations(self.directory)
         self._record = MemberRecord(self.directory, now)
@@ -90,7 +91,7 @@ class Admissions:
             peer = verify_certificate(shown, self._revocations.root)
             old = x509.load_der_x509_certificate(shown)
             who = peer.peer_id
-            if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
+            if peer.org != self._org:
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
             if old.not_valid_after_utc.timestamp() < self._now():
                 raise ProtocolError(f"renew: the certificate of {who} has expired. Join again with a token.")
@@ -121,8 +122,7 @@ class Admissions:
         }
 
     def _check_not_revoked(self, peer_id: str) -> None:
-        own = "" if self.issuer.is_root else self.issuer.peer_id
-        if (reason := self._revocations.reason(peer_id, own)) is not None:
+        if (reason := self._revocations.reason(peer_id, self._org)) is not None:
             raise ProtocolError(reason)
 
     def _record_event(self, kind: str, **fields: Any) -> None:

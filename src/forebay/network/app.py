@@ -139,7 +139,7 @@ class FileRange(Response):
         offset = self.start
         piece_bytes = connection.piece_bytes
         buffer = memoryview(source if isinstance(source, bytes) else bytearray(min(piece_bytes, self.stop - offset)))
-        while offset < self.stop and not connection.is_closing:
+        while offset < self.stop and not connection.transport.is_closing():
             if isinstance(source, bytes):
                 piece = buffer[offset : min(self.stop, offset + piece_bytes)]
             else:
@@ -185,7 +185,7 @@ def file_response(request: Request, source: Source, size: int) -> FileRange:
         raise ApiError(416, "bad_range", f"Range: expected bytes=START-[END], got {header[:80]!r}")
     start = int(match[1])
     stop = min(int(match[2]) + 1, size) if match[2] else size
-    if not 0 <= start < stop:
+    if start >= stop:
         raise ApiError(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
     return FileRange(
         source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}

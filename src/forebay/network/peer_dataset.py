@@ -143,7 +143,7 @@ class PeerOrigin(Origin):
 
         def get_valid(source: Origin) -> bytes:
             data = source.get(name, max_bytes)
-            if self.id is not None and not self._is_valid(name, data, self.id):
+            if self.id is not None and not self._is_valid(name, data):
                 raise ProtocolError(f"{source.url}: its {name} is not that of the dataset {self.id}")
             return data
 
@@ -163,17 +163,17 @@ class PeerOrigin(Origin):
         transient = [fault for fault in faults if isinstance(fault, TransientError)]
         raise (transient or faults or [TransientError(f"{self.url}: no peer has {name}")])[-1]
 
-    def _is_valid(self, name: str, data: bytes, dataset_id: str) -> bool:
+    def _is_valid(self, name: str, data: bytes) -> bool:
         """Whether a file belongs to the dataset: the manifest by its id, the table by the manifest."""
         if name == MANIFEST_FILE:
             try:
                 manifest = Manifest.from_json(data)
             except DatasetError:
                 return False
-            if manifest.id == dataset_id:
+            if manifest.id == self.id:
                 self._table_sha256 = manifest.table_sha256
                 self.family = next(iter(ancestors(manifest.lineage)), "")
-            return manifest.id == dataset_id
+            return manifest.id == self.id
         return name != TABLE_FILE or self._table_sha256 in ("", hashlib.sha256(data).hexdigest())
 
     def _look_up_sha256(self, name: str) -> str:

@@ -14,7 +14,7 @@ from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, WrongBytesError, printable_url
 from forebay.network import log
-from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
+from forebay.network.client import Client, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
 from forebay.storage.hosts import check_url
@@ -60,7 +60,7 @@ class PeerSource(Origin):
             try:
                 self.client.read_range(self.address, path, chunk, start, self.peer_id, timeout_s=self.stall_s)
             except NetworkError as error:
-                chunk = chunk[: error.received if isinstance(error, TruncatedBodyError) else 0]
+                chunk = chunk[: getattr(error, "received", 0)]
                 fault = error
             if len(chunk):
                 yield chunk
@@ -99,10 +99,10 @@ def _classify_error(source: str, error: NetworkError) -> NetworkError:
     if isinstance(error, (ProtocolError, PermanentError, TransientError)):
         return error
     text = f"{source}: {error}"
-    status = error.status if isinstance(error, RemoteError) else 500
+    status = getattr(error, "status", 500)
     is_busy = status in (429, 503)
     converted: NetworkError = TransientError(text, wait_s=getattr(error, "wait_s", 0.0), throttled=is_busy)
-    if isinstance(error, RemoteError) and error.code == SLICE_CHANGED:
+    if getattr(error, "code", "") == SLICE_CHANGED:
         converted = WrongBytesError(text)
     elif isinstance(error, WrongPeerError):
         converted = PermanentError(text)
@@ -116,7 +116,7 @@ def read_slice(
     client: Client, provider: Provider, info: SliceInfo, start: int, stop: int, from_urls: FromUrls = ""
 ) -> Iterator[memoryview]:
     """Yield bytes [start, stop) of a slice from a provider, not verified. Errors as of Origin."""
-    source: Origin = PeerSource(client, node_of(provider.peer_id), provider.address, lambda name: info.sha256, STALL_S)
+    source: Origin = PeerSource(client, node_of(provider.peer_id), provider.address, lambda name: info.sha256)
     if provider.is_url:
         source = open_untrusted_origin(provider.address, from_urls)
     return source.read(info.name, start, stop)

@@ -86,22 +86,22 @@ class TrustWatch:
                 self._renew()
             self._thread.stopping.wait(self.look_every_s)
 
-    def _members(self) -> list[str]:
+    def _members(self) -> list[HostPort]:
         """Return addresses of members, without this node's own."""
-        addresses = dict.fromkeys([*self.peers(), *self.identity.contacts.addresses()])
-        return [address for address in addresses if address != self.address]
+        members = list[HostPort]()
+        for address in dict.fromkeys([*self.peers(), *self.identity.contacts.addresses()]):
+            with contextlib.suppress(UsageError):
+                if address != self.address:
+                    members.append(parse_address(address))
+        return members
 
-    def _ask(self, addresses: Sequence[str], *, is_urgent: bool = False) -> None:
+    def _ask(self, addresses: Sequence[HostPort], *, is_urgent: bool = False) -> None:
         """Exchange CRLs with nodes, with all at once."""
 
         def ask(address: HostPort) -> bool | None:
             return exchange_crls(self.client, self.identity, join_address(*address), ASK_S, is_urgent=is_urgent) or None
 
-        parsed = list[HostPort]()
-        for address in addresses:
-            with contextlib.suppress(UsageError):
-                parsed.append(parse_address(address))
-        ask_many(parsed, ask, time.monotonic() + ASK_S)
+        ask_many(addresses, ask, time.monotonic() + ASK_S)
 
     def _renew(self) -> None:
         """Renew the certificate at the issuer's admission server once less than a third of its validity remains."""
@@ -133,7 +133,7 @@ class TrustWatch:
                 self._announce_at = now + DISCOVER_EVERY_S
                 self.discovery.announce(key, parse_address(self.address)[1])
             for _ in range(NUM_SEARCHES):
-                self._ask([join_address(*address) for address in _choose(self.discovery.find(key, 2.0))])
+                self._ask(_choose(self.discovery.find(key, 2.0)))
                 if self._members():
                     self._discover_at = now + DISCOVER_EVERY_S
                     break

@@ -14,9 +14,9 @@ import errno
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Self, TypeAlias
 
 from fastapi import FastAPI
 
@@ -40,7 +40,6 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
 THREAD_JOIN_S = 10.0
 START_S = 30.0
-T = TypeVar("T")
 Task: TypeAlias = Callable[[], Awaitable[None]]
 
 
@@ -72,7 +71,7 @@ class Server(Closing):
         if self.identity is not None:
             add_trust_routes(self.app, self.identity)
         self._thread: SupervisedThread | None = None
-        self._tasks: list[tuple[str, Task]] = []
+        self._tasks: list[tuple[str, Task]] = [("accept", self._accept), ("sweep", self._sweep)]
         self._lock = threading.Lock()
 
     @property
@@ -122,10 +121,6 @@ class Server(Closing):
         log.info("listening: address=%s tls=%s", self.address, "yes" if self.tls is not None else "no")
         return self
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the server's loop from another thread and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
     def run_soon(self, callback: Callable[[], object]) -> None:
         """Schedule a call in the server's loop from another thread; does nothing if the server does not run."""
         if self._is_running():
@@ -136,7 +131,7 @@ class Server(Closing):
         """Stop accepting and let requests in progress finish; whether all did within `timeout_s`."""
         if not self._is_running() or self._loop.is_closed():
             return True
-        return self.call(self._drain(timeout_s))
+        return asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop).result()
 
     def close(self) -> None:
         """Stop at once: end all connections and the thread."""
@@ -165,26 +160,21 @@ class Server(Closing):
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         core.bind(self._loop)
-        self._accepting = self._loop.create_task(self._supervise("accept", self._accept))
-        tasks = [
-            self._accepting,
-            self._loop.create_task(self._supervise("sweep", self._sweep)),
-            *(self._loop.create_task(self._supervise(name, body)) for name, body in self._tasks),
-        ]
+        tasks = [self._loop.create_task(self._supervise(name, body)) for name, body in self._tasks]
+        self._accepting = tasks[0]
         ready.set()
         try:
             await self._stop.wait()
             core.is_draining = True
             self._close_listener()
         finally:
+            tasks += core.state.tasks
             for task in tasks:
                 task.cancel()
             for connection in core.connections.all():
                 connection.abort()
             core.connections.cancel_handshakes()
-            for task in list(core.state.tasks):
-                task.cancel()
-            await asyncio.gather(*tasks, *core.state.tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, timeout_s: float) -> bool:
         core = self._core

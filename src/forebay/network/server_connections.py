@@ -200,10 +200,6 @@ class PeerProtocol(HttpToolsProtocol):
                 "refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error)
             )
 
-    @property
-    def is_closing(self) -> bool:
-        return self.lost.done() or self.transport.is_closing()
-
     def abort(self) -> None:
         """End the connection now."""
         self.transport.abort()

@@ -81,9 +81,6 @@ class SocketTransport(asyncio.Transport):
             if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
                 self._loop.call_soon(self._read)
 
-    def get_write_buffer_size(self) -> int:
-        return sum(map(len, self._queue))
-
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send what the socket accepts now, the rest later."""
         if self._closing or not data:
