@@ -8,10 +8,10 @@ certificate and uses nothing.
 
 import asyncio
 import contextlib
-import dataclasses
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,20 @@ LIMITS = ServerLimits(
 )
 
 
+@dataclass(eq=False)
 class Admissions:
     """Issues and renews certificates; one per directory. Thread-safe."""
 
-    def __init__(
-        self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
-    ) -> None:
-        self.directory = Path(directory)
-        self._audit = audit
-        self._now = now
+    directory: Path
+    audit: AuditLog | None = None
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self.issuer = read_issuer(self.directory)
         self._org = "" if self.issuer.is_root else self.issuer.peer_id  # of the nodes that it certifies
         self._network = read_network(self.directory)
         self._revocations = Revocations(self.directory)
-        self._record = MemberRecord(self.directory, now)
+        self._record = MemberRecord(self.directory, self.now)
 
     def admit(self, message: AdmitRequest, sender: str) -> JsonObject:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
@@ -70,7 +70,7 @@ class Admissions:
         """
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
-            token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self._now())
+            token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self.now())
             name = message.name
             peer_id = peer_id_of(key.public_bytes_raw())
             check_name("node", name)
@@ -93,7 +93,7 @@ class Admissions:
             who = peer.peer_id
             if peer.org != self._org:
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
-            if old.not_valid_after_utc.timestamp() < self._now():
+            if old.not_valid_after_utc.timestamp() < self.now():
                 raise ProtocolError(f"renew: the certificate of {who} has expired. Join again with a token.")
             self._check_not_revoked(who)
             self._record_event("renewed", peer=who, name=peer.name)
@@ -117,7 +117,7 @@ class Admissions:
         return {
             "certificate": certificate.decode(),
             "root": (self.directory / "root-cert.pem").read_text(),
-            "network": dataclasses.asdict(self._network),
+            "network": asdict(self._network),
             "crls": [crls[issuer].pem.decode() for issuer in sorted(issuers & crls.keys())],
         }
 
@@ -127,8 +127,8 @@ class Admissions:
 
     def _record_event(self, kind: str, **fields: Any) -> None:
         log.info("admission: %s %s", kind, fields)
-        if self._audit is not None:
-            self._audit.append(kind, **fields)
+        if self.audit is not None:
+            self.audit.append(kind, **fields)
 
 
 class AdmissionServer(Server):

@@ -55,7 +55,7 @@ class SocketTransport(asyncio.Transport):
         self._protocol = protocol
         self._queue: list[memoryview] = []
         self._discarded = 0
-        self._reading = self._paused = self._closing = self._closed = False
+        self._reading = self._closing = self._closed = False
         protocol.connection_made(self)
         self.resume_reading()
         # Data that came with the end of the handshake is in the TLS layer's buffer, which the selector does not see.
@@ -91,10 +91,8 @@ class SocketTransport(asyncio.Transport):
             if not rest or self._closed:
                 return
             self._loop.add_writer(self._fileno, self._write_more)
+            self._protocol.pause_writing()  # until all is sent: the caller may then reuse its buffer
         self._queue.append(rest)
-        if not self._paused:  # until all is sent: the caller may then reuse its buffer
-            self._paused = True
-            self._protocol.pause_writing()
 
     def close(self) -> None:
         """Close after the queued data is sent."""
@@ -150,8 +148,7 @@ class SocketTransport(asyncio.Transport):
         self._loop.remove_writer(self._fileno)
         if self._closing:
             self._finish()
-        elif self._paused:
-            self._paused = False
+        else:
             self._protocol.resume_writing()
 
     def _finish(self) -> None:
