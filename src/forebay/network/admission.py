@@ -139,7 +139,14 @@ class AdmissionServer(Server):
         app = make_app("Forebay admission", errors={ProtocolError: (403, "refused")})
         app.post("/v1/admit", summary="A certificate for a token.")(self._admit)
         app.post("/v1/renew", summary="Another certificate for a key that has one.")(self._renew)
-        super().__init__(app, None, host, port, limits=LIMITS, tls=_context(admissions))
+        # The issuer's own certificate proves its key. Clients that renew show theirs; those that join have none.
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.minimum_version = ssl.TLSVersion.TLSv1_3
+        kind = "root" if admissions.issuer.is_root else "org"
+        tls.load_cert_chain(admissions.directory / f"{kind}-cert.pem", admissions.directory / f"{kind}-key.pem")
+        tls.verify_mode = ssl.CERT_OPTIONAL
+        tls.load_verify_locations(admissions.directory / "root-cert.pem")
+        super().__init__(app, None, host, port, limits=LIMITS, tls=tls)
 
     def close(self) -> None:
         """Finish the requests in progress and stop."""
@@ -153,18 +160,6 @@ class AdmissionServer(Server):
         tls = request.state.connection.transport.get_extra_info("ssl_object")
         shown: bytes = tls.getpeercert(binary_form=True) or b""
         return JsonResponse(await asyncio.to_thread(self.admissions.renew, message, request.state.peer.name, shown))
-
-
-def _context(admissions: Admissions) -> ssl.SSLContext:
-    """TLS with the issuer's own certificate, which proves its key."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    kind = "root" if admissions.issuer.is_root else "org"
-    context.load_cert_chain(admissions.directory / f"{kind}-cert.pem", admissions.directory / f"{kind}-key.pem")
-    # Clients that renew show their certificate; those that join have none.
-    context.verify_mode = ssl.CERT_OPTIONAL
-    context.load_verify_locations(admissions.directory / "root-cert.pem")
-    return context
 
 
 @parsing("request")

@@ -12,7 +12,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Self, TypeAlias
+from typing import Any, BinaryIO, Self
 
 import orjson
 from fastapi import FastAPI, Request
@@ -69,7 +69,7 @@ class JsonResponse(Response):
         return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
 
 
-Source: TypeAlias = Path | int | bytes | Callable[[], BinaryIO]
+Source = Path | int | bytes | Callable[[], BinaryIO]
 
 
 class FileRange(Response):
@@ -234,9 +234,11 @@ class _MemberRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         needed = (self.openapi_extra or {}).get("x-role")
-        handle = super().get_route_handler() if self.body_field is None else self._handle_message
-        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
-        self._adapter = TypeAdapter(model)
+        handle = super().get_route_handler()
+        if self.body_field is not None:
+            model: Any = self.body_field.field_info.annotation
+            self._adapter = TypeAdapter(model)
+            handle = self._handle_message
 
         async def authorized(request: Request) -> Response:
             peer = peer_of(request)

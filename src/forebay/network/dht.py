@@ -184,7 +184,7 @@ class LibtorrentDht:
             log.debug("DHT at %s did not answer its own query (%s): %s", host, name.decode(), error)
             return {}
         answer = reply.get(b"r") if isinstance(reply, dict) else None
-        return dict(answer) if isinstance(answer, dict) else {}
+        return answer if isinstance(answer, dict) else {}
 
 
 def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: threading.Event | None = None) -> None:

@@ -7,7 +7,7 @@ proxies of the reader.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
@@ -25,7 +25,7 @@ SLICE_CHANGED = "slice_changed"  # a peer that finds other bytes in its own file
 STALL_S = 10.0
 T = TypeVar("T")
 MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for
-FromUrls: TypeAlias = Literal["", "public", "any"]
+FromUrls = Literal["", "public", "any"]
 """Which URLs of peers a reader opens: none; https and public buckets at public addresses; or also http and addresses
 inside its own network."""
 

@@ -16,7 +16,7 @@ import ssl
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self
 
 from fastapi import FastAPI
 
@@ -40,7 +40,7 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
 THREAD_JOIN_S = 10.0
 START_S = 30.0
-Task: TypeAlias = Callable[[], Awaitable[None]]
+Task = Callable[[], Awaitable[None]]
 
 
 @dataclass(eq=False)

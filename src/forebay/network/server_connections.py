@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -164,7 +163,7 @@ class PeerProtocol(HttpToolsProtocol):
     """One connection, created after the TLS handshake."""
 
     def __init__(self, core: "ServerCore", address: str) -> None:
-        super().__init__(core.config, core.state, core.app_state, core.loop)
+        super().__init__(core.config, core.state, {}, core.loop)
         self.core = core
         self.address = address
         self.peer = Peer("", b"", address)
@@ -206,8 +205,7 @@ class PeerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        tls = transport.get_extra_info("ssl_object")
-        if not self.core.admit(self, tls.getpeercert(binary_form=True) if tls is not None else None):
+        if not self.core.admit(self):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -301,7 +299,6 @@ class ServerCore:
     def __post_init__(self) -> None:
         self.is_draining = False
         self.connections = ConnectionTable(self.limits)
-        self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
         self.num_bytes = 0
         self.stalled_s = 0.0
         self.answers = Counter[int]()
@@ -336,12 +333,12 @@ class ServerCore:
         """The clock of clients' time limits, in seconds: what the loop itself was late by does not count."""
         return self.loop.time() - self.stalled_s
 
-    def admit(self, connection: PeerProtocol, der: bytes | None) -> bool:
+    def admit(self, connection: PeerProtocol) -> bool:
         """Authenticate a connection after its TLS handshake; whether it may stay."""
         if self.identity is not None:
-            assert der is not None  # CERT_REQUIRED: no handshake without one
+            tls = connection.transport.get_extra_info("ssl_object")
             try:
-                connection.peer = self.identity.peer(der)
+                connection.peer = self.identity.peer(tls.getpeercert(binary_form=True))
             except NetworkError as error:
                 log.warning("server: refused a connection from %s: %s", connection.address, error)
                 self.connections.num_refused += 1
