@@ -90,7 +90,7 @@ class FileRange(Response):
     num_charged = 0
 
     def __init__(self, source: Source, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
-        super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
+        super().__init__(None, status, {**headers, "Accept-Ranges": "bytes", "Content-Length": str(stop - start)})
         self.source = source
         self.start = start
         self.stop = stop
@@ -179,7 +179,7 @@ def file_response(request: Request, source: Source, size: int) -> FileRange:
     """A file or bytes of `size`: completely (200), or the requested range (206; ApiError 416 if malformed)."""
     header = request.headers.get("Range")
     if header is None:
-        return FileRange(source, 0, size, 200, {"Accept-Ranges": "bytes"})
+        return FileRange(source, 0, size, 200, {})
     match = re.fullmatch(r"bytes=\s*([0-9]{1,18})-([0-9]{0,18})\s*", header, re.ASCII)
     if match is None:
         raise ApiError(416, "bad_range", f"Range: expected bytes=START-[END], got {header[:80]!r}")
@@ -187,9 +187,7 @@ def file_response(request: Request, source: Source, size: int) -> FileRange:
     stop = min(int(match[2]) + 1, size) if match[2] else size
     if start >= stop:
         raise ApiError(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
-    return FileRange(
-        source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
-    )
+    return FileRange(source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}"})
 
 
 def peer_of(request: Request) -> Peer:

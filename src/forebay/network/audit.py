@@ -86,7 +86,7 @@ class AuditLog(Closing):
 
     def _write(self, handler: logging.Handler, kind: str, fields: dict[str, Any], repeats: int = 0) -> None:
         values = {
-            key: value if isinstance(value, bool | int | float | None) else str(value)[:MAX_TEXT]
+            key: value if isinstance(value, int | float | None) else str(value)[:MAX_TEXT]
             for key, value in fields.items()
         }
         line = {"at": round(self.now(), 3), "kind": kind, "facts": values, "repeats": repeats}

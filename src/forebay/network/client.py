@@ -36,7 +36,6 @@ _MAX_WAIT_S = 3600.0
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 CRLS_HEADER = "Forebay-CRLs"  # see crl_exchange.py
 _NO_HEADERS = {"User-Agent": SKIP_HEADER, "Accept-Encoding": SKIP_HEADER}  # saves 50 bytes per request
-_SAME_NETWORK = "Both sides need a certificate of the same network: see `forebay network join`."
 
 
 class RemoteError(NetworkError):
@@ -324,7 +323,9 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 def _unreachable(what: str, address: str, error: Exception) -> str:
     hint = "Is the peer running, and the address right?"
     if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
-        hint = f"It may be stopping or full. {_SAME_NETWORK}"
+        hint = (
+            "It may be stopping or full. Both sides need a certificate of the same network: see `forebay network join`."
+        )
     return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
 
 

@@ -46,7 +46,7 @@ class LibtorrentDht:
         host = host or host_towards(*bootstrap[:1])
         self.host = host
         self.port = port
-        self._addresses: set[str] = set()
+        self._addresses = set[str]()
         self._changed = threading.Condition()
         self._results: dict[bytes, set[HostPort]] = {}
         self._answered_at: dict[bytes, float] = {}  # first answer of another node

@@ -16,7 +16,7 @@ from forebay.network.peer import Peer
 from forebay.recent import RecentDict
 from forebay.units import parse_size
 
-BURST_S = 0.05  # burst of a bucket, in seconds of its rate
+BURST_S = 0.05  # burst of the upload to all, in seconds of its rate
 MAX_BUCKETS = 16_384  # members with a request rate in memory; the least recent is dropped first
 REPLY_TTL_S = 120.0
 MAX_REPLY_BYTES = 256 << 10
@@ -76,11 +76,11 @@ def parse_limits(limits: ServerLimits, items: Iterable[str]) -> ServerLimits:
 class TokenBucket:
     """`rate` tokens a second, at most `burst` saved. Pure: the caller passes `now` (s). Not thread-safe."""
 
-    def __init__(self, rate: float, burst: float | None = None) -> None:
+    def __init__(self, rate: float, burst: float) -> None:
         if not rate > 0:
             raise UsageError(f"bucket: expected a rate > 0, got {rate}")
         self.rate = rate
-        self.burst = rate * BURST_S if burst is None else burst
+        self.burst = burst
         self._level = self.burst
         self._filled_at = -math.inf
 
@@ -110,7 +110,8 @@ class RequestTable:
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
-        self._upload = TokenBucket(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
+        rate = limits.upload_bytes_per_s
+        self._upload = TokenBucket(rate, rate * BURST_S) if rate < math.inf else None
         self.num_active = 0
         self._active = Counter[str]()  # by peer and by organisation
         self._buckets = RecentDict[str, TokenBucket](MAX_BUCKETS)
@@ -128,8 +129,8 @@ class RequestTable:
                 return "busy", f"{key}: expected at most {max_num} requests at once. Wait for their answers.", 1.0
             if (wait_s := self._bucket(key, rate).try_take(1.0, now)) > 0:
                 return "rate", f"{key}: expected at most {rate:g} requests a second. Ask less often.", wait_s
-        if has_body and (wait_s := self._bodies(peer).try_take(1.0, now)) > 0:
-            rate = limits.body_bytes_per_s
+        rate = limits.body_bytes_per_s
+        if has_body and (wait_s := self._bucket(f"bodies {peer.party}", rate).try_take(1.0, now)) > 0:
             return "rate", f"{keys[0]}: expected at most {rate:g} bytes of bodies a second. Send less.", wait_s
         self.num_active += 1
         self._active.update(keys)
@@ -141,10 +142,7 @@ class RequestTable:
 
     def count_body(self, peer: Peer, num_bytes: int, now: float) -> None:
         """Count bytes of a body that were received."""
-        self._bodies(peer).take(num_bytes, now)
-
-    def _bodies(self, peer: Peer) -> TokenBucket:
-        return self._bucket(f"bodies {peer.party}", self.limits.body_bytes_per_s)
+        self._bucket(f"bodies {peer.party}", self.limits.body_bytes_per_s).take(num_bytes, now)
 
     def finish(self, peer: Peer) -> None:
         """End a request that `begin` counted."""

@@ -76,7 +76,7 @@ class PeerOrigin(Origin):
         self._sources: list[Origin] = []
         self._sources_of: list[Claim] = []
         self._claims: list[Claim] = []
-        self._claims_at = float("-inf")
+        self._claims_at = 0.0
         self.sha256_of = lru_cache(maxsize=4096)(self._look_up_sha256)
 
     def sources(self) -> Sequence[Origin]:

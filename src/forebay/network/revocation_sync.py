@@ -143,10 +143,9 @@ class TrustWatch:
 
 def _choose(addresses: Sequence[HostPort]) -> list[HostPort]:
     """Return MAX_FOUND addresses at most, by chance: of each host a few, and networks (/24, /48) in turn."""
-    shuffled = random.sample(addresses, len(addresses))
     by_host = Counter[str]()
     chosen = []
-    for address in shuffled:
+    for address in random.sample(addresses, len(addresses)):
         by_host[address[0]] += 1
         if by_host[address[0]] <= MAX_FOUND_PER_HOST:
             chosen.append(address)

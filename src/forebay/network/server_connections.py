@@ -294,7 +294,7 @@ class ServerCore:
     identity: Identity | None
     limits: ServerLimits
     on_bytes: Callable[[Peer, int], None] | None
-    host: str = ""
+    host: str
 
     def __post_init__(self) -> None:
         self.is_draining = False

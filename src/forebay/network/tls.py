@@ -103,7 +103,7 @@ class SocketTransport(asyncio.Transport):
                 self._finish()
 
     def abort(self) -> None:
-        self._end(None)
+        self._end()
 
     def _read(self) -> None:
         if not self._reading:
@@ -112,7 +112,7 @@ class SocketTransport(asyncio.Transport):
             for _ in range(4):  # then other connections take their turn
                 data = self._sock.recv(READ_BYTES)
                 if not data:
-                    self._end(None)
+                    self._end()
                     return
                 self._protocol.data_received(data)
                 if not self._reading:
@@ -159,7 +159,7 @@ class SocketTransport(asyncio.Transport):
         except OSError as error:
             self._end(error)
             return
-        self._loop.call_later(CLOSE_S, self._end, None)
+        self._loop.call_later(CLOSE_S, self._end)
 
     def _discard(self) -> None:
         try:
@@ -174,9 +174,9 @@ class SocketTransport(asyncio.Transport):
             return
         except OSError:
             pass
-        self._end(None)
+        self._end()
 
-    def _end(self, error: OSError | None) -> None:
+    def _end(self, error: OSError | None = None) -> None:
         if self._closed:
             return
         self._closed = self._closing = True

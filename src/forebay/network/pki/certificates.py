@@ -133,11 +133,6 @@ def common_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def name_of(cert: x509.Certificate) -> str:
-    """The common name of a certificate of this package."""
-    return printable(str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value), 200)
-
-
 def der_of(cert: x509.Certificate) -> bytes:
     """A certificate as DER."""
     return cert.public_bytes(Encoding.DER)
@@ -309,7 +304,7 @@ def _parse(der_cert: bytes) -> x509.Certificate:
 def _read(cert: x509.Certificate) -> Peer:
     key = cert.public_key()
     assert isinstance(key, Ed25519PublicKey)  # checked by _parse
-    name = name_of(cert)
+    name = printable(str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value), 200)
     if not NAME.fullmatch(name):  # it is printed and logged
         raise ProtocolError(f"certificate: expected a common name of {NAME.pattern}, got {ascii(name)[:80]}")
     raw = key.public_bytes_raw()

@@ -105,7 +105,7 @@ class MemberRecord:
         self.certificates: dict[str, IssuedCertificate] = {}
         self.tokens: dict[str, JoinToken] = {}
         self.users = defaultdict[str, set[str]](set)
-        self.withdrawn: set[str] = set()
+        self.withdrawn = set[str]()
         self._offset, self._last = 0, b""  # up to which the file is read, and the line that ends there
 
     def issue(

@@ -131,7 +131,7 @@ class Revocations:
         self._refreshed_at = -math.inf
         self._stamps: dict[Path, FileStamp] = {}
         self._faults: dict[Path, str] = {}
-        self._own: frozenset[str] = frozenset()
+        self._own = frozenset[str]()
         self._crls: dict[str, Crl] = {}
         self._digest = _digest(self._crls)
         self._rested_at: dict[str, float] = {}  # when an organisation may send ORGANISATION_BURST CRLs again
