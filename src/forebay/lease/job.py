@@ -60,8 +60,8 @@ class LeaseJob(Closing):
         if asked.id not in (None, expected_id):
             raise UsageError(f"job {self.name}: expected dataset {asked.id}, got {expected_id}. Leave out ?id=.")
         origin = PeerOrigin(
-            self.identity, self.name, expected_id=expected_id, discovery=_DataNodes(self.scheduler),
-            publishers=asked.publishers, from_urls=from_urls, client=self.client,
+            self.identity, self.name, self.client, expected_id, discovery=_DataNodes(self.scheduler),
+            publishers=asked.publishers, from_urls=from_urls,
         )  # fmt: skip
         self.dataset = self._open(origin)
 

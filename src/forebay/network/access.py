@@ -13,7 +13,6 @@ bytes count. A certificate's own scope is checked first. While the file is unrea
 Cost: one stat per request, and with a quota one write of some 30 us.
 """
 
-import logging
 import sqlite3
 import threading
 from fnmatch import fnmatchcase
@@ -23,13 +22,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError, model_validator
 
 from forebay.errors import StateError, UsageError
+from forebay.network import log
 from forebay.network.peer import ROLES, Peer
 from forebay.network.pki.revocation import FileStamp, file_stamp
 from forebay.toml import read_toml
 from forebay.units import parse_size
 
 DAY_S = 86400
-log = logging.getLogger("forebay.network")
 
 
 def _quota(value: Any) -> int:
@@ -134,7 +133,7 @@ class AccessPolicy:
         """Close the quota file. May be repeated."""
         if self._usage is not None:
             with self._lock:
-                self._usage.close()
+                self._usage.database.close()
 
     def _refresh(self, path: Path) -> None:
         stamp = file_stamp(path)
@@ -155,10 +154,10 @@ class _QuotaStore:
     def __init__(self, path: Path) -> None:
         try:
             path.touch(mode=0o600)  # SQLite gives its other files the same mode
-            self._database = sqlite3.connect(path, check_same_thread=False, timeout=2.0)
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=OFF")  # survives a killed process, not a power failure
-            self._database.execute(
+            self.database = sqlite3.connect(path, check_same_thread=False, timeout=2.0)
+            self.database.execute("PRAGMA journal_mode=WAL")
+            self.database.execute("PRAGMA synchronous=OFF")  # survives a killed process, not a power failure
+            self.database.execute(
                 "CREATE TABLE IF NOT EXISTS used (day INTEGER, dataset TEXT, who TEXT, bytes INTEGER, "
                 "PRIMARY KEY (day, dataset, who))"
             )
@@ -173,17 +172,14 @@ class _QuotaStore:
         uses = [(day, dataset_id, subject, quota) for subject, quota in quotas.items() if quota is not None]
         for *key, quota in uses:
             query = "SELECT coalesce(sum(bytes), 0) FROM used WHERE day = ? AND dataset = ? AND who = ?"
-            (used,) = self._database.execute(query, key).fetchone()
+            (used,) = self.database.execute(query, key).fetchone()
             if used + num_bytes > quota:
                 return f"quota: {key[2]} has used {used:,} of {quota:,} bytes of this dataset today (UTC)"
         if uses and num_bytes:
-            with self._database:
-                self._database.execute("DELETE FROM used WHERE day < ?", (day - 1,))
-                self._database.executemany(
+            with self.database:
+                self.database.execute("DELETE FROM used WHERE day < ?", (day - 1,))
+                self.database.executemany(
                     "INSERT INTO used VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes",
                     [(*key, num_bytes) for *key, _ in uses],
                 )
         return None
-
-    def close(self) -> None:
-        self._database.close()

@@ -8,11 +8,10 @@ certificate and uses nothing.
 
 import asyncio
 import contextlib
-import dataclasses
-import logging
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.network import log
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.join import check_token
@@ -46,22 +46,22 @@ LIMITS = ServerLimits(
     body_s=5.0,
     send_s=5.0,
 )
-log = logging.getLogger("forebay.network")
 
 
+@dataclass(eq=False)
 class Admissions:
     """Issues and renews certificates; one per directory. Thread-safe."""
 
-    def __init__(
-        self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
-    ) -> None:
-        self.directory = Path(directory)
-        self._audit = audit
-        self._now = now
+    directory: Path
+    audit: AuditLog | None = None
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self.issuer = read_issuer(self.directory)
+        self._org = "" if self.issuer.is_root else self.issuer.peer_id  # of the nodes that it certifies
         self._network = read_network(self.directory)
         self._revocations = Revocations(self.directory)
-        self._record = MemberRecord(self.directory, now)
+        self._record = MemberRecord(self.directory, self.now)
 
     def admit(self, message: AdmitRequest, sender: str) -> JsonObject:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
@@ -70,7 +70,7 @@ class Admissions:
         """
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
-            token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self._now())
+            token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self.now())
             name = message.name
             peer_id = peer_id_of(key.public_bytes_raw())
             check_name("node", name)
@@ -91,9 +91,9 @@ class Admissions:
             peer = verify_certificate(shown, self._revocations.root)
             old = x509.load_der_x509_certificate(shown)
             who = peer.peer_id
-            if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
+            if peer.org != self._org:
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
-            if old.not_valid_after_utc.timestamp() < self._now():
+            if old.not_valid_after_utc.timestamp() < self.now():
                 raise ProtocolError(f"renew: the certificate of {who} has expired. Join again with a token.")
             self._check_not_revoked(who)
             self._record_event("renewed", peer=who, name=peer.name)
@@ -117,19 +117,18 @@ class Admissions:
         return {
             "certificate": certificate.decode(),
             "root": (self.directory / "root-cert.pem").read_text(),
-            "network": dataclasses.asdict(self._network),
+            "network": asdict(self._network),
             "crls": [crls[issuer].pem.decode() for issuer in sorted(issuers & crls.keys())],
         }
 
     def _check_not_revoked(self, peer_id: str) -> None:
-        own = "" if self.issuer.is_root else self.issuer.peer_id
-        if (reason := self._revocations.reason(peer_id, own)) is not None:
+        if (reason := self._revocations.reason(peer_id, self._org)) is not None:
             raise ProtocolError(reason)
 
     def _record_event(self, kind: str, **fields: Any) -> None:
         log.info("admission: %s %s", kind, fields)
-        if self._audit is not None:
-            self._audit.append(kind, **fields)
+        if self.audit is not None:
+            self.audit.append(kind, **fields)
 
 
 class AdmissionServer(Server):
@@ -140,7 +139,14 @@ class AdmissionServer(Server):
         app = make_app("Forebay admission", errors={ProtocolError: (403, "refused")})
         app.post("/v1/admit", summary="A certificate for a token.")(self._admit)
         app.post("/v1/renew", summary="Another certificate for a key that has one.")(self._renew)
-        super().__init__(app, None, host, port, limits=LIMITS, tls=_context(admissions))
+        # The issuer's own certificate proves its key. Clients that renew show theirs; those that join have none.
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.minimum_version = ssl.TLSVersion.TLSv1_3
+        kind = "root" if admissions.issuer.is_root else "org"
+        tls.load_cert_chain(admissions.directory / f"{kind}-cert.pem", admissions.directory / f"{kind}-key.pem")
+        tls.verify_mode = ssl.CERT_OPTIONAL
+        tls.load_verify_locations(admissions.directory / "root-cert.pem")
+        super().__init__(app, None, host, port, limits=LIMITS, tls=tls)
 
     def close(self) -> None:
         """Finish the requests in progress and stop."""
@@ -154,18 +160,6 @@ class AdmissionServer(Server):
         tls = request.state.connection.transport.get_extra_info("ssl_object")
         shown: bytes = tls.getpeercert(binary_form=True) or b""
         return JsonResponse(await asyncio.to_thread(self.admissions.renew, message, request.state.peer.name, shown))
-
-
-def _context(admissions: Admissions) -> ssl.SSLContext:
-    """TLS with the issuer's own certificate, which proves its key."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    kind = "root" if admissions.issuer.is_root else "org"
-    context.load_cert_chain(admissions.directory / f"{kind}-cert.pem", admissions.directory / f"{kind}-key.pem")
-    # Clients that renew show their certificate; those that join have none.
-    context.verify_mode = ssl.CERT_OPTIONAL
-    context.load_verify_locations(admissions.directory / "root-cert.pem")
-    return context
 
 
 @parsing("request")

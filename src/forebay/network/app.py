@@ -5,7 +5,6 @@ sender (`peer`) and its `connection` (`server_connections.PeerProtocol`) into ea
 """
 
 import asyncio
-import logging
 import os
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Self, TypeAlias
+from typing import Any, BinaryIO, Self
 
 import orjson
 from fastapi import FastAPI, Request
@@ -30,6 +29,7 @@ from starlette.types import Receive, Scope, Send
 
 from forebay.errors import ProtocolError
 from forebay.files import open_below
+from forebay.network import log
 from forebay.network.crl_exchange import CRLS, receive_crl
 from forebay.network.messages import ErrorReply, JsonObject
 from forebay.network.peer import Peer
@@ -43,7 +43,6 @@ JSON = "application/json"
 BINARY = "application/octet-stream"
 CHARGE_BYTES = 4 << 20  # of a quota at once
 PEM_TYPE = "application/x-pem-file"
-log = logging.getLogger("forebay.network")
 
 
 class ApiError(Exception):
@@ -70,7 +69,7 @@ class JsonResponse(Response):
         return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
 
 
-Source: TypeAlias = Path | int | bytes | Callable[[], BinaryIO]
+Source = Path | int | bytes | Callable[[], BinaryIO]
 
 
 class FileRange(Response):
@@ -91,7 +90,7 @@ class FileRange(Response):
     num_charged = 0
 
     def __init__(self, source: Source, start: int, stop: int, status: int, headers: dict[str, str]) -> None:
-        super().__init__(None, status, {**headers, "Content-Length": str(stop - start)})
+        super().__init__(None, status, {**headers, "Accept-Ranges": "bytes", "Content-Length": str(stop - start)})
         self.source = source
         self.start = start
         self.stop = stop
@@ -140,7 +139,7 @@ class FileRange(Response):
         offset = self.start
         piece_bytes = connection.piece_bytes
         buffer = memoryview(source if isinstance(source, bytes) else bytearray(min(piece_bytes, self.stop - offset)))
-        while offset < self.stop and not connection.is_closing:
+        while offset < self.stop and not connection.transport.is_closing():
             if isinstance(source, bytes):
                 piece = buffer[offset : min(self.stop, offset + piece_bytes)]
             else:
@@ -180,17 +179,15 @@ def file_response(request: Request, source: Source, size: int) -> FileRange:
     """A file or bytes of `size`: completely (200), or the requested range (206; ApiError 416 if malformed)."""
     header = request.headers.get("Range")
     if header is None:
-        return FileRange(source, 0, size, 200, {"Accept-Ranges": "bytes"})
+        return FileRange(source, 0, size, 200, {})
     match = re.fullmatch(r"bytes=\s*([0-9]{1,18})-([0-9]{0,18})\s*", header, re.ASCII)
     if match is None:
         raise ApiError(416, "bad_range", f"Range: expected bytes=START-[END], got {header[:80]!r}")
     start = int(match[1])
     stop = min(int(match[2]) + 1, size) if match[2] else size
-    if not 0 <= start < stop:
+    if start >= stop:
         raise ApiError(416, "bad_range", f"Range: [{start}, {stop}) is not in [0, {size})")
-    return FileRange(
-        source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}", "Accept-Ranges": "bytes"}
-    )
+    return FileRange(source, start, stop, 206, {"Content-Range": f"bytes {start}-{stop - 1}/{size}"})
 
 
 def peer_of(request: Request) -> Peer:
@@ -235,9 +232,11 @@ class _MemberRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         needed = (self.openapi_extra or {}).get("x-role")
-        handle = super().get_route_handler() if self.body_field is None else self._handle_message
-        model: Any = self.body_field.field_info.annotation if self.body_field is not None else None
-        self._adapter = TypeAdapter(model)
+        handle = super().get_route_handler()
+        if self.body_field is not None:
+            model: Any = self.body_field.field_info.annotation
+            self._adapter = TypeAdapter(model)
+            handle = self._handle_message
 
         async def authorized(request: Request) -> Response:
             peer = peer_of(request)

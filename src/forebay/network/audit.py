@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -29,6 +30,7 @@ MAX_TEXT = 500
 COUNTED = frozenset({"refused", "stranger", "quota", "unsigned", "bad_provider", "renewed", "cut"})
 
 
+@dataclass(eq=False)
 class AuditLog(Closing):
     """Appends events; a line is written before `append` returns. Thread-safe.
 
@@ -37,9 +39,10 @@ class AuditLog(Closing):
     written.
     """
 
-    def __init__(self, path: str | Path, now: Callable[[], float] = time.time) -> None:
-        self.path = Path(path)
-        self._now = now
+    path: Path
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self.decisions_path = self.path.with_name(self.path.name + ".decisions")
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # time of the last line, events since
@@ -55,7 +58,7 @@ class AuditLog(Closing):
             if kind not in COUNTED:
                 self._write(self._decisions, kind, fields)
                 return
-            now = self._now()
+            now = self.now()
             self._write_counts(now - COUNT_S)
             key = (kind, str(fields.get("peer") or fields.get("address") or ""))
             if key not in self._counts and sum(other == kind for other, _ in self._counts) >= MAX_COUNTED:
@@ -83,10 +86,10 @@ class AuditLog(Closing):
 
     def _write(self, handler: logging.Handler, kind: str, fields: dict[str, Any], repeats: int = 0) -> None:
         values = {
-            key: value if isinstance(value, bool | int | float | None) else str(value)[:MAX_TEXT]
+            key: value if isinstance(value, int | float | None) else str(value)[:MAX_TEXT]
             for key, value in fields.items()
         }
-        line = {"at": round(self._now(), 3), "kind": kind, "facts": values, "repeats": repeats}
+        line = {"at": round(self.now(), 3), "kind": kind, "facts": values, "repeats": repeats}
         handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
 
 
@@ -94,7 +97,7 @@ def open_audit_log() -> AuditLog | None:
     """The audit log at `FOREBAY_AUDIT_LOG`, closed when the process ends; None without that variable."""
     if not (path := os.environ.get("FOREBAY_AUDIT_LOG")):
         return None
-    audit = AuditLog(path)
+    audit = AuditLog(Path(path))
     atexit.register(audit.close)
     return audit
 

@@ -36,7 +36,6 @@ _MAX_WAIT_S = 3600.0
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 CRLS_HEADER = "Forebay-CRLs"  # see crl_exchange.py
 _NO_HEADERS = {"User-Agent": SKIP_HEADER, "Accept-Encoding": SKIP_HEADER}  # saves 50 bytes per request
-_SAME_NETWORK = "Both sides need a certificate of the same network: see `forebay network join`."
 
 
 class RemoteError(NetworkError):
@@ -214,7 +213,7 @@ class Client(Closing):
     def _send(self, request: _Request, read: Callable[[StreamedResponse], T]) -> tuple[T, Peer]:
         """Send a request and read its response; repeat it once where that is allowed (see Client)."""
         path = request.path
-        if not path.startswith("/") or not path.isascii() or any(ord(c) <= 32 or ord(c) == 127 for c in path):
+        if not re.fullmatch("/[!-~]*", path):
             raise UsageError(f"request: expected a path of printable ASCII from /, got {path[:80]!r}")
         with client_span(request.method, path, request.address, request.headers):
             connection = self._pool.acquire(request.address) or self._connect(request)
@@ -238,7 +237,7 @@ class Client(Closing):
                 request.body or None, request.deadline, MAX_HEAD_BYTES,
             )  # fmt: skip
             length = response.headers.get("content-length", "")
-            is_length = length.isascii() and length.isdigit() and len(length) <= 18
+            is_length = re.fullmatch("[0-9]{1,18}", length)
             if response.status != 204 and (not is_length or "transfer-encoding" in response.headers):
                 raise ProtocolError(f"expected a Content-Length, got {length[:40]!r}")
             if response.status // 100 != 2:
@@ -324,7 +323,9 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 def _unreachable(what: str, address: str, error: Exception) -> str:
     hint = "Is the peer running, and the address right?"
     if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
-        hint = f"It may be stopping or full. {_SAME_NETWORK}"
+        hint = (
+            "It may be stopping or full. Both sides need a certificate of the same network: see `forebay network join`."
+        )
     return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
 
 

@@ -9,11 +9,11 @@ those that the server lacks, so a CRL passes over each connection in both direct
 returns {"new": whether it was accepted}.
 """
 
-import logging
 import time
 from typing import Any
 
 from forebay.errors import ProtocolError
+from forebay.network import log
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_ISSUERS, PEER_ID, Crl
 
@@ -22,7 +22,6 @@ PAUSE_S = 5.0  # between two exchanges with an address
 AVOID_S = 60.0  # after an address failed or lied
 MAX_EXCHANGED = 8  # CRLs in each direction; the root's first
 MAX_NUMBERS_BYTES = 128 << 10
-log = logging.getLogger("forebay.network")
 
 
 def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:

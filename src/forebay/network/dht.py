@@ -9,7 +9,6 @@ Cost: a UDP port and two threads. Anyone who reaches the port can read the recor
 node stores at most MAX_ADDRESSES under a key and returns 100 random ones: a flood can delay a search, not prevent it.
 """
 
-import logging
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import libtorrent
 
 from forebay.errors import NetworkError
+from forebay.network import log
 from forebay.storage.hosts import HostPort, host_towards, join_address, parse_ip
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
@@ -29,7 +29,6 @@ MIN_QUIET_S = 0.1
 STATS_EVERY_S = 0.5
 ANNOUNCE_S = 3.0  # for this node itself to take an announcement: on a busy machine, and it is not repeated
 MAX_ADDRESSES = 5000  # stored under one key
-log = logging.getLogger("forebay.network")
 lt: Any = libtorrent  # its type stubs are incomplete
 
 
@@ -47,7 +46,7 @@ class LibtorrentDht:
         host = host or host_towards(*bootstrap[:1])
         self.host = host
         self.port = port
-        self._addresses: set[str] = set()
+        self._addresses = set[str]()
         self._changed = threading.Condition()
         self._results: dict[bytes, set[HostPort]] = {}
         self._answered_at: dict[bytes, float] = {}  # first answer of another node
@@ -185,7 +184,7 @@ class LibtorrentDht:
             log.debug("DHT at %s did not answer its own query (%s): %s", host, name.decode(), error)
             return {}
         answer = reply.get(b"r") if isinstance(reply, dict) else None
-        return dict(answer) if isinstance(answer, dict) else {}
+        return answer if isinstance(answer, dict) else {}
 
 
 def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: threading.Event | None = None) -> None:

@@ -9,7 +9,6 @@ connection costs a thread 1.5 seconds, one that accepts and then stalls 5 second
 
 import hashlib
 import json
-import logging
 import queue
 import socket
 import time
@@ -22,7 +21,8 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from forebay.errors import NetworkError, ProtocolError
+from forebay.errors import MALFORMED, NetworkError, ProtocolError
+from forebay.network import log
 from forebay.network.client import Client
 from forebay.network.messages import REVOKED, Count, JsonObject, Sha256
 from forebay.network.peer import Peer, network_prefix
@@ -40,7 +40,6 @@ MAX_UNTRIED = 32  # addresses that are asked without a first connection
 CONNECT_S = 1.5
 ANSWER_AFTER_GOOD_S = 1.5
 T = TypeVar("T")
-log = logging.getLogger("forebay.network")
 
 
 class Discovery(Protocol):
@@ -103,7 +102,7 @@ def parse_claim(obj: Any, peer: Peer) -> Claim:
     try:
         claim = _CLAIM.validate_python(obj)
         signature = bytes.fromhex(obj["signature"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"claim of {peer.peer_id}: malformed: {' '.join(str(error).split())[:400]}") from error
     if claim.peer_id != peer.peer_id:
         raise ProtocolError(f"claim: expected one of {peer.peer_id}, which answered, got one of {claim.peer_id}")

@@ -8,7 +8,6 @@ and is a secret until it is used up or expired. Keys never leave their machine.
 import base64
 import itertools
 import json
-import logging
 import ssl
 import time
 from dataclasses import asdict
@@ -17,13 +16,12 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding
-from cryptography.x509.oid import NameOID
 from pydantic import TypeAdapter
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
+from forebay.network import log
 from forebay.network.client import Client, ConnectionLostError, RemoteError
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
@@ -42,7 +40,6 @@ TIMEOUT_S = 20.0
 PENDING_KEY = "joining-key.pem"
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
-log = logging.getLogger("forebay.network")
 ADMISSION = "admission.json"  # the address of the issuer's admission server
 
 
@@ -110,7 +107,6 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
         token.issuer,
         "/v1/admit",
         {"token": text, "name": name, "request": make_csr(key, name)},
-        None,
         token.expires_at,
     )
     atomic_write(folder / ADMISSION, json.dumps({"address": token.address}).encode())
@@ -129,7 +125,7 @@ def renew_at(address: str, node_dir: str | Path, until: float = 0.0) -> Identity
     node = Identity.load(folder)
     key = read_key(folder / "node-key.pem")
     issuer = node.org or node.network_id
-    answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, folder, until)
+    answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, until, folder)
     _write_node(folder, answer, key, node.network_id, issuer)
     return Identity.load(folder)
 
@@ -171,13 +167,13 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
 
 def make_csr(key: Ed25519PrivateKey, name: str) -> str:
     """A certificate request for a node's key, PEM."""
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    subject = certificates.common_name(name)
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, None)
-    return request.public_bytes(Encoding.PEM).decode()
+    return certificates.pem_of(request).decode()
 
 
 def _post(
-    address: str, issuer: str, path: str, body: dict[str, str], node_dir: Path | None = None, until: float = 0.0
+    address: str, issuer: str, path: str, body: dict[str, str], until: float = 0.0, node_dir: Path | None = None
 ) -> Any:
     """POST to an admission server that must have the issuer's key; shows the certificate in `node_dir`, if any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

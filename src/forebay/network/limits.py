@@ -16,7 +16,7 @@ from forebay.network.peer import Peer
 from forebay.recent import RecentDict
 from forebay.units import parse_size
 
-BURST_S = 0.05  # burst of a bucket, in seconds of its rate
+BURST_S = 0.05  # burst of the upload to all, in seconds of its rate
 MAX_BUCKETS = 16_384  # members with a request rate in memory; the least recent is dropped first
 REPLY_TTL_S = 120.0
 MAX_REPLY_BYTES = 256 << 10
@@ -76,13 +76,13 @@ def parse_limits(limits: ServerLimits, items: Iterable[str]) -> ServerLimits:
 class TokenBucket:
     """`rate` tokens a second, at most `burst` saved. Pure: the caller passes `now` (s). Not thread-safe."""
 
-    def __init__(self, rate: float, burst: float | None = None) -> None:
+    def __init__(self, rate: float, burst: float) -> None:
         if not rate > 0:
             raise UsageError(f"bucket: expected a rate > 0, got {rate}")
         self.rate = rate
-        self.burst = rate * BURST_S if burst is None else burst
+        self.burst = burst
         self._level = self.burst
-        self._filled_at: float | None = None
+        self._filled_at = -math.inf
 
     def take(self, amount: float, now: float) -> float:
         """Take tokens, into debt if needed; return the seconds to wait before using them."""
@@ -100,9 +100,9 @@ class TokenBucket:
         return 0.0
 
     def _fill(self, now: float) -> None:
-        if self._filled_at is not None and now > self._filled_at:
+        if now > self._filled_at:
             self._level = min(self.burst, self._level + (now - self._filled_at) * self.rate)
-        self._filled_at = now if self._filled_at is None else max(now, self._filled_at)
+            self._filled_at = now
 
 
 class RequestTable:
@@ -110,34 +110,30 @@ class RequestTable:
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
-        self._upload = TokenBucket(limits.upload_bytes_per_s) if limits.upload_bytes_per_s < math.inf else None
+        rate = limits.upload_bytes_per_s
+        self._upload = TokenBucket(rate, rate * BURST_S) if rate < math.inf else None
         self.num_active = 0
-        self._by_peer = Counter[str]()
-        self._by_org = Counter[str]()
+        self._active = Counter[str]()  # by peer and by organisation
         self._buckets = RecentDict[str, TokenBucket](MAX_BUCKETS)
 
     def begin(self, peer: Peer, has_body: bool, now: float) -> tuple[str, str, float] | None:
         """Count a request, or return (code, reason, seconds) over a limit."""
         limits = self.limits
-        party = peer.party
-        group = peer.group
-        bounds = [("peer", party, self._by_peer, limits.requests_per_peer, limits.requests_per_s)]
-        if group:  # members of the root itself share no limits
-            max_num = limits.requests_per_organisation
-            rate = limits.organisation_requests_per_s
-            bounds.append(("organisation", group, self._by_org, max_num, rate))
-        for kind, key, counts, max_num, rate in bounds:
-            if counts[key] >= max_num:
-                text = f"{kind} {key}: expected at most {max_num} requests at once. Wait for their answers."
-                return "busy", text, 1.0
-            if (wait_s := self._bucket(f"{kind} {key}", rate).try_take(1.0, now)) > 0:
-                return "rate", f"{kind} {key}: expected at most {rate:g} requests a second. Ask less often.", wait_s
-        if has_body and (wait_s := self._bodies(party).try_take(1.0, now)) > 0:
-            text = f"peer {party}: expected at most {limits.body_bytes_per_s:g} bytes of bodies a second. Send less."
-            return "rate", text, wait_s
+        keys = _keys(peer)
+        bounds = (
+            (limits.requests_per_peer, limits.requests_per_s),
+            (limits.requests_per_organisation, limits.organisation_requests_per_s),
+        )
+        for key, (max_num, rate) in zip(keys, bounds, strict=False):
+            if self._active[key] >= max_num:
+                return "busy", f"{key}: expected at most {max_num} requests at once. Wait for their answers.", 1.0
+            if (wait_s := self._bucket(key, rate).try_take(1.0, now)) > 0:
+                return "rate", f"{key}: expected at most {rate:g} requests a second. Ask less often.", wait_s
+        rate = limits.body_bytes_per_s
+        if has_body and (wait_s := self._bucket(f"bodies {peer.party}", rate).try_take(1.0, now)) > 0:
+            return "rate", f"{keys[0]}: expected at most {rate:g} bytes of bodies a second. Send less.", wait_s
         self.num_active += 1
-        self._by_peer[party] += 1
-        self._by_org[group] += 1
+        self._active.update(keys)
         return None
 
     def count_refusal(self, peer: Peer, now: float) -> float:
@@ -146,28 +142,31 @@ class RequestTable:
 
     def count_body(self, peer: Peer, num_bytes: int, now: float) -> None:
         """Count bytes of a body that were received."""
-        self._bodies(peer.party).take(num_bytes, now)
-
-    def _bodies(self, party: str) -> TokenBucket:
-        return self._bucket(f"bodies {party}", self.limits.body_bytes_per_s)
+        self._bucket(f"bodies {peer.party}", self.limits.body_bytes_per_s).take(num_bytes, now)
 
     def finish(self, peer: Peer) -> None:
         """End a request that `begin` counted."""
         self.num_active -= 1
-        decrease(self._by_peer, peer.party)
-        decrease(self._by_org, peer.group)
+        for key in _keys(peer):
+            decrease(self._active, key)
 
     def wait_for_bytes(self, peer: Peer, num_bytes: int, now: float) -> float:
         """Count bytes to send to a peer; return the seconds to wait before sending them."""
-        wait_s = self._bucket(f"bytes {peer.party}", self.limits.bytes_per_s).take(num_bytes, now)
+        buckets = [self._bucket(f"bytes {peer.party}", self.limits.bytes_per_s)]
         if peer.group:
-            of_org = self._bucket(f"bytes of {peer.group}", self.limits.organisation_bytes_per_s)
-            wait_s = max(wait_s, of_org.take(num_bytes, now))
-        return wait_s if self._upload is None else max(wait_s, self._upload.take(num_bytes, now))
+            buckets.append(self._bucket(f"bytes of {peer.group}", self.limits.organisation_bytes_per_s))
+        if self._upload is not None:
+            buckets.append(self._upload)
+        return max(bucket.take(num_bytes, now) for bucket in buckets)
 
     def _bucket(self, key: str, rate: float) -> TokenBucket:
         self._buckets[key] = bucket = self._buckets.get(key) or TokenBucket(rate, 2 * rate)
         return bucket
+
+
+def _keys(peer: Peer) -> list[str]:
+    """The peer and its organisation; members of the root itself share no limits."""
+    return [f"peer {peer.party}"] + ([f"organisation {peer.group}"] if peer.group else [])
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -44,40 +45,38 @@ class NoPeersError(TransientError):
     """The peers that answered serve no such dataset."""
 
 
+@dataclass(eq=False)
 class PeerOrigin(Origin):
     """A dataset of a network, by name, behind all peers that serve it.
 
     Args:
-        expected_id: None: the id that all peers of this name claim.
+        id: None: the id that all peers of this name claim.
         discovery: None: the network's DHT, joined at the first look-up. Else the caller closes it.
         publishers: Peer ids; if given, only datasets signed by one of them count.
         from_urls: Which URLs of peers are read.
-        client: The caller's; by default one of its own.
+        client: Of the identity.
     """
 
-    def __init__(
-        self, identity: Identity, name: str, *, expected_id: str | None = None, discovery: Discovery | None = None,
-        timeouts: Timeouts | None = None, publishers: Collection[str] = (), from_urls: FromUrls = "",
-        client: Client | None = None,
-    ) -> None:  # fmt: skip
-        self.url = f"forebay://{quote(identity.network_name, safe='')}/{quote(name)}"
-        self.name = name
-        self.id = expected_id
-        self.publishers = publishers
-        if from_urls not in get_args(FromUrls):
-            raise UsageError(f"from_urls: expected '', 'public' or 'any', got {from_urls!r}.")
-        self.from_urls = from_urls
-        self.identity = identity
-        self.timeouts = timeouts or Timeouts()
-        self.client = client or Client(identity)
-        self.discovery = discovery  # None before the first look-up, unless given
+    identity: Identity
+    name: str
+    client: Client
+    id: str | None = None
+    discovery: Discovery | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    publishers: Collection[str] = ()
+    from_urls: FromUrls = ""
+
+    def __post_init__(self) -> None:
+        self.url = f"forebay://{quote(self.identity.network_name, safe='')}/{quote(self.name)}"
+        if self.from_urls not in get_args(FromUrls):
+            raise UsageError(f"from_urls: expected '', 'public' or 'any', got {self.from_urls!r}.")
         self._lock = threading.Lock()
         self._table_sha256 = self.family = ""  # the family: the first of the datasets that it extends
         self._opened: dict[str, Origin] = {}  # by URL
         self._sources: list[Origin] = []
         self._sources_of: list[Claim] = []
         self._claims: list[Claim] = []
-        self._claims_at = float("-inf")
+        self._claims_at = 0.0
         self.sha256_of = lru_cache(maxsize=4096)(self._look_up_sha256)
 
     def sources(self) -> Sequence[Origin]:
@@ -143,7 +142,7 @@ class PeerOrigin(Origin):
 
         def get_valid(source: Origin) -> bytes:
             data = source.get(name, max_bytes)
-            if self.id is not None and not self._is_valid(name, data, self.id):
+            if self.id is not None and not self._is_valid(name, data):
                 raise ProtocolError(f"{source.url}: its {name} is not that of the dataset {self.id}")
             return data
 
@@ -163,17 +162,17 @@ class PeerOrigin(Origin):
         transient = [fault for fault in faults if isinstance(fault, TransientError)]
         raise (transient or faults or [TransientError(f"{self.url}: no peer has {name}")])[-1]
 
-    def _is_valid(self, name: str, data: bytes, dataset_id: str) -> bool:
+    def _is_valid(self, name: str, data: bytes) -> bool:
         """Whether a file belongs to the dataset: the manifest by its id, the table by the manifest."""
         if name == MANIFEST_FILE:
             try:
                 manifest = Manifest.from_json(data)
             except DatasetError:
                 return False
-            if manifest.id == dataset_id:
+            if manifest.id == self.id:
                 self._table_sha256 = manifest.table_sha256
                 self.family = next(iter(ancestors(manifest.lineage)), "")
-            return manifest.id == dataset_id
+            return manifest.id == self.id
         return name != TABLE_FILE or self._table_sha256 in ("", hashlib.sha256(data).hexdigest())
 
     def _look_up_sha256(self, name: str) -> str:
@@ -253,7 +252,7 @@ def open_peers(
             f"Write forebay://{identity.network_name}/{name}, or give the node's directory of that network."
         )
     return PeerOrigin(
-        identity, name, expected_id=next(iter(ids), None), discovery=discovery, timeouts=timeouts,
+        identity, name, Client(identity), next(iter(ids), None), discovery, timeouts or Timeouts(),
         publishers=query.get("publisher", []), from_urls=from_urls,
     )  # fmt: skip
 

@@ -4,17 +4,17 @@ A URL is opened only if the reader allowed it or the dataset's publisher signed 
 proxies of the reader.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import quote, unquote
 
 from forebay.dataset.chunks import HASH_BYTES, ChunkHasher, num_chunks, root_of
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, WrongBytesError, printable_url
-from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
+from forebay.network import log
+from forebay.network.client import Client, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
 from forebay.storage.hosts import check_url
@@ -25,8 +25,7 @@ SLICE_CHANGED = "slice_changed"  # a peer that finds other bytes in its own file
 STALL_S = 10.0
 T = TypeVar("T")
 MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for
-log = logging.getLogger("forebay.network")
-FromUrls: TypeAlias = Literal["", "public", "any"]
+FromUrls = Literal["", "public", "any"]
 """Which URLs of peers a reader opens: none; https and public buckets at public addresses; or also http and addresses
 inside its own network."""
 
@@ -61,7 +60,7 @@ class PeerSource(Origin):
             try:
                 self.client.read_range(self.address, path, chunk, start, self.peer_id, timeout_s=self.stall_s)
             except NetworkError as error:
-                chunk = chunk[: error.received if isinstance(error, TruncatedBodyError) else 0]
+                chunk = chunk[: getattr(error, "received", 0)]
                 fault = error
             if len(chunk):
                 yield chunk
@@ -70,12 +69,12 @@ class PeerSource(Origin):
                 raise _classify_error(self.url, fault)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        return self._ask(self.client.get_bytes, self._file_path(name), max_bytes, self.peer_id, self.stall_s)
+        return self._ask(self.client.get_bytes, self._file_path(name), max_bytes)
 
     def size(self, name: str) -> int:
         byte = memoryview(bytearray(1))
         try:
-            return self._ask(self.client.read_range, self._file_path(name), byte, 0, self.peer_id, self.stall_s)
+            return self._ask(self.client.read_range, self._file_path(name), byte, 0)
         except PermanentError as error:
             if error.status != 416:
                 raise
@@ -83,19 +82,13 @@ class PeerSource(Origin):
 
     def _ask(self, request: Callable[..., T], *arguments: Any) -> T:
         try:
-            return request(self.address, *arguments)
+            return request(self.address, *arguments, self.peer_id, self.stall_s)
         except NetworkError as error:
             raise _classify_error(self.url, error) from error
 
     def leaves(self, name: str, info: SliceInfo) -> bytes:
         path = f"/v1/slices/{self.sha256_of(name)}/chunks?chunk_bytes={info.chunk_bytes}"
-        return self._ask(
-            self.client.get_bytes,
-            path,
-            num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES,
-            self.peer_id,
-            self.stall_s,
-        )
+        return self._ask(self.client.get_bytes, path, num_chunks(info.bytes, info.chunk_bytes) * HASH_BYTES)
 
     def _file_path(self, name: str) -> str:
         return f"/v1/datasets/{self.dataset_id}/{quote(name)}"
@@ -106,10 +99,10 @@ def _classify_error(source: str, error: NetworkError) -> NetworkError:
     if isinstance(error, (ProtocolError, PermanentError, TransientError)):
         return error
     text = f"{source}: {error}"
-    status = error.status if isinstance(error, RemoteError) else 500
+    status = getattr(error, "status", 500)
     is_busy = status in (429, 503)
     converted: NetworkError = TransientError(text, wait_s=getattr(error, "wait_s", 0.0), throttled=is_busy)
-    if isinstance(error, RemoteError) and error.code == SLICE_CHANGED:
+    if getattr(error, "code", "") == SLICE_CHANGED:
         converted = WrongBytesError(text)
     elif isinstance(error, WrongPeerError):
         converted = PermanentError(text)
@@ -123,7 +116,7 @@ def read_slice(
     client: Client, provider: Provider, info: SliceInfo, start: int, stop: int, from_urls: FromUrls = ""
 ) -> Iterator[memoryview]:
     """Yield bytes [start, stop) of a slice from a provider, not verified. Errors as of Origin."""
-    source: Origin = PeerSource(client, node_of(provider.peer_id), provider.address, lambda name: info.sha256, STALL_S)
+    source: Origin = PeerSource(client, node_of(provider.peer_id), provider.address, lambda name: info.sha256)
     if provider.is_url:
         source = open_untrusted_origin(provider.address, from_urls)
     return source.read(info.name, start, stop)
@@ -180,12 +173,12 @@ def open_untrusted_origin(url: str, from_urls: FromUrls, *, timeouts: Timeouts |
     return origin
 
 
+@dataclass(eq=False)
 class UnusableOrigin(Origin):
     """A source that cannot be opened; each request raises the reason."""
 
-    def __init__(self, url: str, reason: NetworkError) -> None:
-        self.url = url
-        self.reason = reason
+    url: str
+    reason: NetworkError
 
     def read(self, *_: Any, **__: Any) -> NoReturn:
         raise PermanentError(str(self.reason)) from self.reason

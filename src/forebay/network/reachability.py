@@ -1,6 +1,5 @@
 """Reachability of members: the address that a node advertises, and whether a member answers at the one it names."""
 
-import logging
 import socket
 import threading
 import time
@@ -10,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from forebay.errors import ForebayError, ProtocolError
+from forebay.network import log
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS_BYTES
 from forebay.network.peer import Peer
 from forebay.recent import RecentDict
 from forebay.storage.hosts import host_towards, is_public, join_address, parse_ip, parse_peer_address
 
-log = logging.getLogger("forebay.network")
 CHECK_S = 3.0
 GRACE_S = 0.5  # an address counts as being checked for this time; then its member is served as one without an address
 PAUSE_S = 60.0  # after a failure, before another address of the peer is checked
@@ -132,7 +131,7 @@ class ReachabilityChecker:
             is_reached = True
         except (ForebayError, OSError, UnicodeError) as error:
             log.debug("peer not reached: peer_id=%s address=%s reason=%s", peer.peer_id, address, error)
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged with its traceback
             log.exception("reachability check failed: peer_id=%s address=%s", peer.peer_id, address)
         with self._lock:
             now = self.clock()

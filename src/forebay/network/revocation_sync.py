@@ -7,7 +7,6 @@ many addresses it announced.
 """
 
 import contextlib
-import logging
 import random
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.network import log
 from forebay.network.client import Client
 from forebay.network.crl_exchange import PAUSE_S, exchange_crls
 from forebay.network.discovery import Discovery, ask_many, record_key, spread
@@ -29,7 +29,6 @@ LOOK_EVERY_S = 1.0
 DISCOVER_EVERY_S = 60.0
 NUM_SEARCHES, MAX_FOUND = 4, 64  # of the DHT, while no member is known; addresses that are asked after each
 MAX_FOUND_PER_HOST = 2
-log = logging.getLogger("forebay.network")
 
 
 @dataclass(eq=False)
@@ -87,22 +86,22 @@ class TrustWatch:
                 self._renew()
             self._thread.stopping.wait(self.look_every_s)
 
-    def _members(self) -> list[str]:
+    def _members(self) -> list[HostPort]:
         """Return addresses of members, without this node's own."""
-        addresses = dict.fromkeys([*self.peers(), *self.identity.contacts.addresses()])
-        return [address for address in addresses if address != self.address]
+        members = list[HostPort]()
+        for address in dict.fromkeys([*self.peers(), *self.identity.contacts.addresses()]):
+            with contextlib.suppress(UsageError):
+                if address != self.address:
+                    members.append(parse_address(address))
+        return members
 
-    def _ask(self, addresses: Sequence[str], *, is_urgent: bool = False) -> None:
+    def _ask(self, addresses: Sequence[HostPort], *, is_urgent: bool = False) -> None:
         """Exchange CRLs with nodes, with all at once."""
 
         def ask(address: HostPort) -> bool | None:
             return exchange_crls(self.client, self.identity, join_address(*address), ASK_S, is_urgent=is_urgent) or None
 
-        parsed = list[HostPort]()
-        for address in addresses:
-            with contextlib.suppress(UsageError):
-                parsed.append(parse_address(address))
-        ask_many(parsed, ask, time.monotonic() + ASK_S)
+        ask_many(addresses, ask, time.monotonic() + ASK_S)
 
     def _renew(self) -> None:
         """Renew the certificate at the issuer's admission server once less than a third of its validity remains."""
@@ -134,7 +133,7 @@ class TrustWatch:
                 self._announce_at = now + DISCOVER_EVERY_S
                 self.discovery.announce(key, parse_address(self.address)[1])
             for _ in range(NUM_SEARCHES):
-                self._ask([join_address(*address) for address in _choose(self.discovery.find(key, 2.0))])
+                self._ask(_choose(self.discovery.find(key, 2.0)))
                 if self._members():
                     self._discover_at = now + DISCOVER_EVERY_S
                     break
@@ -144,10 +143,9 @@ class TrustWatch:
 
 def _choose(addresses: Sequence[HostPort]) -> list[HostPort]:
     """Return MAX_FOUND addresses at most, by chance: of each host a few, and networks (/24, /48) in turn."""
-    shuffled = random.sample(addresses, len(addresses))
     by_host = Counter[str]()
     chosen = []
-    for address in shuffled:
+    for address in random.sample(addresses, len(addresses)):
         by_host[address[0]] += 1
         if by_host[address[0]] <= MAX_FOUND_PER_HOST:
             chosen.append(address)

@@ -11,17 +11,18 @@ Cost: one thread with one event loop for all connections; some 35 KiB per idle T
 import asyncio
 import contextlib
 import errno
-import logging
 import socket
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Self
 
 from fastapi import FastAPI
 
+from forebay.closing import Closing
 from forebay.errors import NetworkError
+from forebay.network import log
 from forebay.network.app import add_trust_routes
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery
@@ -39,13 +40,11 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
 THREAD_JOIN_S = 10.0
 START_S = 30.0
-T = TypeVar("T")
-Task: TypeAlias = Callable[[], Awaitable[None]]
-log = logging.getLogger("forebay.network")
+Task = Callable[[], Awaitable[None]]
 
 
 @dataclass(eq=False)
-class Server:
+class Server(Closing):
     """Serves an application to the members of one network; with identity None to any client.
 
     Owns its thread and sockets from `start` to `close`; both may be called from any thread, `close` more than once.
@@ -72,7 +71,7 @@ class Server:
         if self.identity is not None:
             add_trust_routes(self.app, self.identity)
         self._thread: SupervisedThread | None = None
-        self._tasks: list[tuple[str, Task]] = []
+        self._tasks: list[tuple[str, Task]] = [("accept", self._accept), ("sweep", self._sweep)]
         self._lock = threading.Lock()
 
     @property
@@ -122,10 +121,6 @@ class Server:
         log.info("listening: address=%s tls=%s", self.address, "yes" if self.tls is not None else "no")
         return self
 
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the server's loop from another thread and return its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
     def run_soon(self, callback: Callable[[], object]) -> None:
         """Schedule a call in the server's loop from another thread; does nothing if the server does not run."""
         if self._is_running():
@@ -136,7 +131,7 @@ class Server:
         """Stop accepting and let requests in progress finish; whether all did within `timeout_s`."""
         if not self._is_running() or self._loop.is_closed():
             return True
-        return self.call(self._drain(timeout_s))
+        return asyncio.run_coroutine_threadsafe(self._drain(timeout_s), self._loop).result()
 
     def close(self) -> None:
         """Stop at once: end all connections and the thread."""
@@ -156,9 +151,6 @@ class Server:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive
 
@@ -168,26 +160,21 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         core.bind(self._loop)
-        self._accepting = self._loop.create_task(self._supervise("accept", self._accept))
-        tasks = [
-            self._accepting,
-            self._loop.create_task(self._supervise("sweep", self._sweep)),
-            *(self._loop.create_task(self._supervise(name, body)) for name, body in self._tasks),
-        ]
+        tasks = [self._loop.create_task(self._supervise(name, body)) for name, body in self._tasks]
+        self._accepting = tasks[0]
         ready.set()
         try:
             await self._stop.wait()
             core.is_draining = True
             self._close_listener()
         finally:
+            tasks += core.state.tasks
             for task in tasks:
                 task.cancel()
             for connection in core.connections.all():
                 connection.abort()
             core.connections.cancel_handshakes()
-            for task in list(core.state.tasks):
-                task.cancel()
-            await asyncio.gather(*tasks, *core.state.tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, timeout_s: float) -> bool:
         core = self._core
@@ -214,7 +201,7 @@ class Server:
             try:
                 await body()
                 return
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged with its traceback
                 self._core.task_failures[name] += 1
                 if self._loop.time() - started > MAX_WAIT_S:
                     pause_s = FIRST_WAIT_S
@@ -224,7 +211,7 @@ class Server:
 
     async def _sweep(self) -> None:
         core = self._core
-        limits = self._core.limits
+        limits = core.limits
         while True:
             period_s = min(4.0, limits.idle_s / 4, limits.head_s / 4, limits.handshake_s / 2, limits.send_s / 4)
             due = self._loop.time() + period_s

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -30,6 +29,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
+from forebay.network import log
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
 from forebay.network.client import CRLS_HEADER
 from forebay.network.crl_exchange import CRLS
@@ -47,7 +47,6 @@ MAX_HEAD_BYTES = 32 << 10
 SLOW_S = 2.0
 MAX_DELAY_S = 5.0
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".localdomain", ".home.arpa", ".lan", ".svc")
-log = logging.getLogger("forebay.network")
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings of malformed requests could fill a disk
 
 
@@ -164,7 +163,7 @@ class PeerProtocol(HttpToolsProtocol):
     """One connection, created after the TLS handshake."""
 
     def __init__(self, core: "ServerCore", address: str) -> None:
-        super().__init__(core.config, core.state, core.app_state, core.loop)
+        super().__init__(core.config, core.state, {}, core.loop)
         self.core = core
         self.address = address
         self.peer = Peer("", b"", address)
@@ -200,18 +199,13 @@ class PeerProtocol(HttpToolsProtocol):
                 "refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error)
             )
 
-    @property
-    def is_closing(self) -> bool:
-        return self.lost.done() or self.transport.is_closing()
-
     def abort(self) -> None:
         """End the connection now."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        tls = transport.get_extra_info("ssl_object")
-        if not self.core.admit(self, tls.getpeercert(binary_form=True) if tls is not None else None):
+        if not self.core.admit(self):
             transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -300,12 +294,11 @@ class ServerCore:
     identity: Identity | None
     limits: ServerLimits
     on_bytes: Callable[[Peer, int], None] | None
-    host: str = ""
+    host: str
 
     def __post_init__(self) -> None:
         self.is_draining = False
         self.connections = ConnectionTable(self.limits)
-        self.app_state: dict[str, Any] = {}  # uvicorn copies it for each request
         self.num_bytes = 0
         self.stalled_s = 0.0
         self.answers = Counter[int]()
@@ -340,12 +333,12 @@ class ServerCore:
         """The clock of clients' time limits, in seconds: what the loop itself was late by does not count."""
         return self.loop.time() - self.stalled_s
 
-    def admit(self, connection: PeerProtocol, der: bytes | None) -> bool:
+    def admit(self, connection: PeerProtocol) -> bool:
         """Authenticate a connection after its TLS handshake; whether it may stay."""
         if self.identity is not None:
-            assert der is not None  # CERT_REQUIRED: no handshake without one
+            tls = connection.transport.get_extra_info("ssl_object")
             try:
-                connection.peer = self.identity.peer(der)
+                connection.peer = self.identity.peer(tls.getpeercert(binary_form=True))
             except NetworkError as error:
                 log.warning("server: refused a connection from %s: %s", connection.address, error)
                 self.connections.num_refused += 1
@@ -433,7 +426,7 @@ class ServerCore:
             else:
                 entry = connection.peer.party, f"{scope['path']} {key}"
                 await self.replies.answer(entry, self.app, scope, bounded_receive, counted_send)
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged with its traceback
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
             if not started:
                 await ApiError(500, "internal", "the request failed; see the node's log").response()(
@@ -455,7 +448,7 @@ class ServerCore:
         self.connections.cancel_handshakes(now - self.limits.handshake_s)
         for connection in self.connections.all():
             peer = connection.peer
-            if peer.peer_id and peer.peer_id not in refusals:
+            if peer.peer_id not in refusals:
                 refusals[peer.peer_id] = self.refusal(peer)
             if (reason := refusals.get(peer.peer_id)) is not None:
                 log.warning("connection cut: %s", reason)

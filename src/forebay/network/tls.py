@@ -55,7 +55,7 @@ class SocketTransport(asyncio.Transport):
         self._protocol = protocol
         self._queue: list[memoryview] = []
         self._discarded = 0
-        self._reading = self._paused = self._closing = self._closed = False
+        self._reading = self._closing = self._closed = False
         protocol.connection_made(self)
         self.resume_reading()
         # Data that came with the end of the handshake is in the TLS layer's buffer, which the selector does not see.
@@ -81,9 +81,6 @@ class SocketTransport(asyncio.Transport):
             if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
                 self._loop.call_soon(self._read)
 
-    def get_write_buffer_size(self) -> int:
-        return sum(map(len, self._queue))
-
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send what the socket accepts now, the rest later."""
         if self._closing or not data:
@@ -94,10 +91,8 @@ class SocketTransport(asyncio.Transport):
             if not rest or self._closed:
                 return
             self._loop.add_writer(self._fileno, self._write_more)
+            self._protocol.pause_writing()  # until all is sent: the caller may then reuse its buffer
         self._queue.append(rest)
-        if not self._paused:  # until all is sent: the caller may then reuse its buffer
-            self._paused = True
-            self._protocol.pause_writing()
 
     def close(self) -> None:
         """Close after the queued data is sent."""
@@ -108,7 +103,7 @@ class SocketTransport(asyncio.Transport):
                 self._finish()
 
     def abort(self) -> None:
-        self._end(None)
+        self._end()
 
     def _read(self) -> None:
         if not self._reading:
@@ -117,7 +112,7 @@ class SocketTransport(asyncio.Transport):
             for _ in range(4):  # then other connections take their turn
                 data = self._sock.recv(READ_BYTES)
                 if not data:
-                    self._end(None)
+                    self._end()
                     return
                 self._protocol.data_received(data)
                 if not self._reading:
@@ -153,8 +148,7 @@ class SocketTransport(asyncio.Transport):
         self._loop.remove_writer(self._fileno)
         if self._closing:
             self._finish()
-        elif self._paused:
-            self._paused = False
+        else:
             self._protocol.resume_writing()
 
     def _finish(self) -> None:
@@ -165,7 +159,7 @@ class SocketTransport(asyncio.Transport):
         except OSError as error:
             self._end(error)
             return
-        self._loop.call_later(CLOSE_S, self._end, None)
+        self._loop.call_later(CLOSE_S, self._end)
 
     def _discard(self) -> None:
         try:
@@ -180,9 +174,9 @@ class SocketTransport(asyncio.Transport):
             return
         except OSError:
             pass
-        self._end(None)
+        self._end()
 
-    def _end(self, error: OSError | None) -> None:
+    def _end(self, error: OSError | None = None) -> None:
         if self._closed:
             return
         self._closed = self._closing = True

@@ -6,16 +6,16 @@ the spans of a server.
 """
 
 import functools
-import logging
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from forebay.network import log
+
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
 _IDS = re.compile(r"/[0-9a-f]{32,}|\?.*")
-log = logging.getLogger("forebay.network")
 
 
 @functools.cache

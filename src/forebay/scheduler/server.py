@@ -102,8 +102,7 @@ class SchedulerService:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         origin = PeerOrigin(
-            identity, name, expected_id=dataset_id or None, discovery=discovery, publishers=publishers,
-            from_urls=from_urls, client=client,
+            identity, name, client, dataset_id or None, discovery, publishers=publishers, from_urls=from_urls,
         )  # fmt: skip
         self._catalog = Catalog(
             origin, seq_len, settings, self._stopping, ManifestStore(self.state_dir),

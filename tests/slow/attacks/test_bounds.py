@@ -213,7 +213,7 @@ def test_checks_that_hang_hold_up_no_other_worker(scheduler, evil, honest, monke
     async def limit_threads():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
-    scheduler._server.call(limit_threads())
+    asyncio.run_coroutine_threadsafe(limit_threads(), scheduler._server._loop).result()
     monkeypatch.setattr(scheduler._proofs, "_is_valid", hang)
     (lease,) = leased(scheduler, evil, 1)
     message = _use_of(lease, evil)

@@ -40,5 +40,5 @@ def test_slices_that_are_asked_for_and_not_read_use_no_quota(tmp_path):
         client = network.client("thief")
         assert client.get_bytes(node.address, f"/v1/slices/{row.sha256}", row.bytes)
         node.stop()
-        ((used,),) = access._usage._database.execute("SELECT bytes FROM used")
+        ((used,),) = access._usage.database.execute("SELECT bytes FROM used")
         assert row.bytes <= used < 4 * row.bytes

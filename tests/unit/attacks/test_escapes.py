@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import TypeAdapter, ValidationError
 
 from forebay.coordinator.messages import WorkerId
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, ProtocolError
 from forebay.formats.inputs import ReadOptions
 from forebay.lease.messages import Reason
 from forebay.network.client import Client
 from forebay.network.messages import Name
-from forebay.network.pki.certificates import name_of
+from forebay.network.pki.files import peer_in
 from forebay.prepare.inputs import find_inputs
 from forebay.storage.base import PinnedOrigin, read_whole
 from forebay.storage.origins import open_origin
@@ -84,4 +84,6 @@ def test_names_of_members_are_printable():
     key, now = Ed25519PrivateKey.generate(), dt.datetime.now(dt.UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, RUDE)])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + dt.timedelta(1))
-    check(name_of(builder.sign(key, None)))
+    with pytest.raises(ProtocolError, match="expected a common name") as raised:
+        peer_in(builder.sign(key, None))
+    check(str(raised.value))

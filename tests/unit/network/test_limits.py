@@ -39,7 +39,7 @@ def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float):
 
 def test_bad_limits_are_told():
     for invalid in (
-        lambda: TokenBucket(0),
+        lambda: TokenBucket(0, 1.0),
         lambda: ServerLimits(upload_bytes_per_s=-1),
         lambda: ServerLimits(idle_s=0),
         lambda: ServerLimits(connections=-1),

@@ -100,5 +100,5 @@ def test_the_bytes_of_a_slice_of_two_datasets_count_for_the_one_that_allows_it(t
         node, client = network.serve(first, second, access=(access := AccessPolicy(path))), network.client("reader")
         for _ in range(2):
             client.get_bytes(node.address, f"/v1/slices/{row.sha256}", 1 << 20)
-        used = dict(access._usage._database.execute("SELECT dataset, bytes FROM used"))
+        used = dict(access._usage.database.execute("SELECT dataset, bytes FROM used"))
         assert used == {first.id: row.bytes, second.id: row.bytes}

@@ -230,7 +230,8 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
 
 
 def test_a_url_that_is_not_opened_does_not_make_a_passing_fault_last(make_identity):
-    origin = PeerOrigin(make_identity("r"), "corpus", discovery=LocalDiscovery())
+    reader = make_identity("r")
+    origin = PeerOrigin(reader, "corpus", Client(reader), discovery=LocalDiscovery())
     busy = UnusableOrigin("peer://a", NetworkError("busy"))
     busy.get = Mock(side_effect=TransientError("busy"))
     origin.sources = lambda: [busy, UnusableOrigin("https://data.example/d", NetworkError("not allowed"))]

@@ -63,10 +63,7 @@ class Issuer:
 
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
     """A root's certificate, signed by itself; it may issue organisations."""
-    own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
-    return _builder(
-        name, name, key.public_key(), valid_days, 1, [x509.AuthorityKeyIdentifier(own_id, None, None)]
-    ).sign(key, None)
+    return _sign(key, None, name, key.public_key(), valid_days, 1)
 
 
 def issue(
@@ -76,7 +73,7 @@ def issue(
     check_scope(scope, issuer.scope)
     if organisation and not issuer.is_root:
         raise UsageError("organisation: expected the directory of a network, got an organisation's.")
-    extensions: list[x509.ExtensionType] = [authority(issuer.cert)]
+    extensions: list[x509.ExtensionType] = []
     if not organisation:
         extensions += [
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
@@ -84,24 +81,32 @@ def issue(
             x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]),
         ]
     if scope != UNBOUNDED:
-        raw = canonical_json({"roles": sorted(scope.roles), "datasets": list(scope.datasets)})
+        raw = canonical_json({"roles": sorted(scope.roles), "datasets": scope.datasets})
         extensions.append(x509.UnrecognizedExtension(SCOPE_OID, raw))
     if not issuer.is_root:
         extensions.append(x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert)))
-    last = issuer.cert.not_valid_after_utc
-    builder = _builder(name, name_of(issuer.cert), key, valid_days, 0 if organisation else None, extensions, last)
-    return builder.sign(issuer.key, None)
+    return _sign(issuer.key, issuer.cert, name, key, valid_days, 0 if organisation else None, extensions)
 
 
-def _builder(
-    name: str, issuer_name: str, key: Ed25519PublicKey, days: float, path_length: int | None,
-    extensions: Iterable[x509.ExtensionType], latest: dt.datetime | None = None,
-) -> x509.CertificateBuilder:  # fmt: skip
-    """What all certificates have in common, and `extensions`; `path_length` None: it may not issue others."""
+def _sign(
+    signer: Ed25519PrivateKey, issuer: x509.Certificate | None, name: str, key: Ed25519PublicKey, days: float,
+    path_length: int | None, extensions: Iterable[x509.ExtensionType] = (),
+) -> x509.Certificate:  # fmt: skip
+    """A certificate with what all have in common, and `extensions`.
+
+    `issuer` None: it is its own issuer. `path_length` None: it may not issue others.
+    """
     now = dt.datetime.now(dt.UTC)
     is_ca = path_length is not None
     peer_id = peer_id_of(key.public_bytes_raw())
+    subject = issuer_name = common_name(name)
+    subject_key = x509.SubjectKeyIdentifier(key_id_of(peer_id))
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(subject_key)
     end = now + dt.timedelta(days=days)
+    if issuer is not None:
+        issuer_name = issuer.subject
+        issuer_key = authority(issuer)
+        end = min(end, issuer.not_valid_after_utc)
     unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only")
     usage = x509.KeyUsage(
         digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, decipher_only=False,
@@ -109,23 +114,23 @@ def _builder(
     )  # fmt: skip
     builder = (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer_name)]))
+        .subject_name(subject)
+        .issuer_name(issuer_name)
         .public_key(key)
         .serial_number(serial_number_of(peer_id))
         .not_valid_before(now - EARLY)
-        .not_valid_after(end if latest is None else min(end, latest))
+        .not_valid_after(end)
         .add_extension(x509.BasicConstraints(ca=is_ca, path_length=path_length), critical=True)
         .add_extension(usage, critical=True)
     )
-    for extension in (x509.SubjectKeyIdentifier(key_id_of(peer_id)), *extensions):
+    for extension in (subject_key, issuer_key, *extensions):
         builder = builder.add_extension(extension, critical=False)
-    return builder
+    return builder.sign(signer, None)
 
 
-def name_of(cert: x509.Certificate) -> str:
-    """The common name of a certificate of this package."""
-    return printable(str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value), 200)
+def common_name(name: str) -> x509.Name:
+    """The subject or issuer of this name."""
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def der_of(cert: x509.Certificate) -> bytes:
@@ -133,9 +138,9 @@ def der_of(cert: x509.Certificate) -> bytes:
     return cert.public_bytes(Encoding.DER)
 
 
-def pem_of(*certs: x509.Certificate) -> bytes:
-    """Certificates as PEM, one after the other."""
-    return b"".join(cert.public_bytes(Encoding.PEM) for cert in certs)
+def pem_of(*items: x509.Certificate | x509.CertificateRevocationList | x509.CertificateSigningRequest) -> bytes:
+    """Certificates, CRLs or requests as PEM, one after the other."""
+    return b"".join(item.public_bytes(Encoding.PEM) for item in items)
 
 
 def check_scope(scope: Scope, issuer: Scope = UNBOUNDED) -> None:
@@ -299,7 +304,7 @@ def _parse(der_cert: bytes) -> x509.Certificate:
 def _read(cert: x509.Certificate) -> Peer:
     key = cert.public_key()
     assert isinstance(key, Ed25519PublicKey)  # checked by _parse
-    name = name_of(cert)
+    name = printable(str(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value), 200)
     if not NAME.fullmatch(name):  # it is printed and logged
         raise ProtocolError(f"certificate: expected a common name of {NAME.pattern}, got {ascii(name)[:80]}")
     raw = key.public_bytes_raw()

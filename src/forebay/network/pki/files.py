@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from cryptography import x509
 from cryptography.exceptions import InternalError, UnsupportedAlgorithm
@@ -36,7 +36,7 @@ class NetworkConfig:
 
 _NETWORK = TypeAdapter(NetworkConfig)
 _IDENTIFIER = re.compile(r"[a-z2-7]{32}|[0-9A-F]{32,40}")  # a peer id, a serial number
-Kind: TypeAlias = Literal["node", "org"]
+Kind = Literal["node", "org"]
 
 
 def create_network(directory: str | Path, name: str, bootstrap: Sequence[HostPort] = ()) -> str:

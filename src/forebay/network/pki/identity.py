@@ -8,7 +8,6 @@ Cost: a handshake is two Ed25519 signatures and two checks (three for an organis
 """
 
 import datetime as dt
-import logging
 import ssl
 import time
 import weakref
@@ -21,6 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
+from forebay.network import log
 from forebay.network.audit import AuditLog
 from forebay.network.peer import UNBOUNDED, Contacts, Peer, Scope
 from forebay.network.pki import files
@@ -32,7 +32,6 @@ from forebay.network.pki.revocation import revoke as revoke
 from forebay.peer_id import peer_id_of
 
 EXPIRY_WARNING_DAYS = 30
-log = logging.getLogger("forebay.network")
 
 
 def verify(public_key: bytes, message: bytes, signature: bytes) -> None:

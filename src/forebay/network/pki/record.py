@@ -76,6 +76,7 @@ class _Line:
 _LINE = TypeAdapter(_Line)
 
 
+@dataclass(eq=False)
 class MemberRecord:
     """The record in an issuer's directory, as it was when it was last locked. Thread-safe.
 
@@ -84,9 +85,10 @@ class MemberRecord:
         tokens: By id. `users`: the peer ids that used a token. `withdrawn`: the ids of tokens that admit no node.
     """
 
-    def __init__(self, directory: str | Path, now: Callable[[], float] = time.time) -> None:
-        self.directory = Path(directory)
-        self._now = now
+    directory: Path
+    now: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self.path = self.directory / MEMBERS_FILE
         self._lock = threading.Lock()
         self._forget()
@@ -103,7 +105,7 @@ class MemberRecord:
         self.certificates: dict[str, IssuedCertificate] = {}
         self.tokens: dict[str, JoinToken] = {}
         self.users = defaultdict[str, set[str]](set)
-        self.withdrawn: set[str] = set()
+        self.withdrawn = set[str]()
         self._offset, self._last = 0, b""  # up to which the file is read, and the line that ends there
 
     def issue(
@@ -162,7 +164,7 @@ class MemberRecord:
     def _append(self, file: BinaryIO, **line: Any) -> None:
         file.truncate(self._offset)
         file.seek(self._offset)
-        file.write(_LINE.dump_json(_Line(1, round(self._now(), 3), **line), exclude_defaults=True) + b"\n")
+        file.write(_LINE.dump_json(_Line(1, round(self.now(), 3), **line), exclude_defaults=True) + b"\n")
         file.flush()
         os.fsync(file.fileno())
         self._read(file)

@@ -11,7 +11,6 @@ peer receives no CRLs.
 
 import datetime as dt
 import hashlib
-import logging
 import math
 import re
 import threading
@@ -23,11 +22,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
+from forebay.network import log
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import is_issuer, read_issuer, read_root
@@ -43,7 +42,6 @@ ORGANISATION_BURST = 3
 LOOK_EVERY_S = 1.0
 PEER_ID = re.compile(r"[a-z2-7]{32}")
 FileStamp = tuple[int, int, int] | None
-log = logging.getLogger("forebay.network")
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,10 @@ def sign_crl(
 ) -> bytes:
     """Sign a CRL as PEM, after the organisation's certificate if an organisation signs. Raises UsageError.
 
-    `earlier` has the times of earlier entries; the other serials are revoked now.
+    `earlier` has earlier entries with their times; the other serials are revoked now.
     """
     now = dt.datetime.now(dt.UTC)
-    revoked = {serial: earlier.get(serial, now) for serial in sorted(set(serials))}
+    revoked = {**dict.fromkeys(serials, now), **earlier}
     if len(revoked) > MAX_REVOKED:
         raise UsageError(
             f"CRL: expected at most {MAX_REVOKED:,} revoked peers, got {len(revoked):,}. Have the nodes that stay "
@@ -75,12 +73,12 @@ def sign_crl(
         .add_extension(certificates.authority(issuer.cert), critical=False)
         .add_extension(x509.CRLNumber(number), critical=False)
     )
-    for serial, revoked_at in revoked.items():
+    for serial, revoked_at in sorted(revoked.items()):
         builder = builder.add_revoked_certificate(
             x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(revoked_at).build()
         )
-    pem = builder.sign(issuer.key, None).public_bytes(serialization.Encoding.PEM)
-    return pem if issuer.is_root else certificates.pem_of(issuer.cert) + pem
+    above = [] if issuer.is_root else [issuer.cert]
+    return certificates.pem_of(*above, builder.sign(issuer.key, None))
 
 
 @certificates.parsing("CRL")
@@ -114,8 +112,7 @@ def parse_crl(
     if not is_wanted(signer.peer_id, number):
         return None
     serials = {entry.serial_number: entry.revocation_date_utc for entry in crl}
-    pem = certificates.pem_of(*above) + crl.public_bytes(serialization.Encoding.PEM)
-    return Crl(signer.peer_id, number, serials, pem)
+    return Crl(signer.peer_id, number, serials, certificates.pem_of(*above, crl))
 
 
 class Revocations:
@@ -134,7 +131,7 @@ class Revocations:
         self._refreshed_at = -math.inf
         self._stamps: dict[Path, FileStamp] = {}
         self._faults: dict[Path, str] = {}
-        self._own: frozenset[str] = frozenset()
+        self._own = frozenset[str]()
         self._crls: dict[str, Crl] = {}
         self._digest = _digest(self._crls)
         self._rested_at: dict[str, float] = {}  # when an organisation may send ORGANISATION_BURST CRLs again
@@ -150,11 +147,11 @@ class Revocations:
         """The entry that revokes a peer of an organisation, or of none, as text; None if there is none."""
         with self._lock:
             self._refresh()
-            if peer_id in self._own or self._is_in_root_crl(peer_id):
+            if peer_id in self._own or self._is_listed(self.root_id, peer_id):
                 return f"peer {peer_id} is revoked in this network"
-            if org and (org in self._own or self._is_in_root_crl(org)):
+            if org and (org in self._own or self._is_listed(self.root_id, org)):
                 return f"peer {peer_id} is of organisation {org}, which is revoked in this network"
-            if org and (crl := self._crls.get(org)) is not None and serial_number_of(peer_id) in crl.serials:
+            if self._is_listed(org, peer_id):
                 return f"peer {peer_id} is revoked by its organisation {org}"
         return None
 
@@ -231,8 +228,9 @@ class Revocations:
             self._refresh()
         return self
 
-    def _is_in_root_crl(self, peer_id: str) -> bool:
-        crl = self._crls.get(self.root_id)
+    def _is_listed(self, issuer: str, peer_id: str) -> bool:
+        """Whether the current CRL of an issuer revokes a peer."""
+        crl = self._crls.get(issuer)
         return crl is not None and serial_number_of(peer_id) in crl.serials
 
     def _refresh(self) -> None:
@@ -249,7 +247,7 @@ class Revocations:
             try:
                 stamp = file_stamp(path)
                 if path not in before or before[path] != stamp:
-                    self._read(path, stamp)
+                    self._read(path)
                 self._stamps[path] = stamp
             except (OSError, UsageError, ProtocolError) as error:
                 fault = self._faults[path] = f"cannot read {path}: {error}"
@@ -261,9 +259,9 @@ class Revocations:
                 with suppress(OSError):  # it applies without its file
                     self.accept(pem)
 
-    def _read(self, path: Path, stamp: FileStamp) -> None:
+    def _read(self, path: Path) -> None:
         if path == self._text_path:
-            self._own = read_revoked(path) if stamp is not None else frozenset()
+            self._own = read_revoked(path)
             return
         with path.open("rb") as file:
             crl = parse_crl(file.read(MAX_CRL_BYTES + 1), self.root, self._is_newer)
@@ -297,7 +295,7 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
             "See `forebay network members ISSUER`."
         )
     path = folder / "revoked.txt"
-    ids = (read_revoked(path) if path.exists() else frozenset()) | {peer_id}
+    ids = read_revoked(path) | {peer_id}
     crl = _sign_next_crl(folder, ids, others) if is_issuer(folder) else None
     atomic_write(path, "".join(f"{item}\n" for item in sorted(ids)).encode(), 0o600)
     return crl
@@ -311,7 +309,7 @@ def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path
     # At least the time: a directory restored from an old copy must not sign an old number again.
     number = max(revocations.numbers().get(issuer.peer_id, 0) + 1, int(time.time() * 1000))
     earlier = last.serials if last is not None else {}
-    pem = sign_crl(issuer, {*map(serial_number_of, ids), *earlier}, number, earlier)
+    pem = sign_crl(issuer, map(serial_number_of, ids), number, earlier)
     for other in others:
         Revocations(Path(other), revocations.root).accept(pem)
     crl = revocations.accept(pem)
@@ -320,7 +318,9 @@ def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """Peer ids in a `revoked.txt`: one per line, `#` starts a comment. Raises UsageError."""
+    """Peer ids in a `revoked.txt`, if there is one: one per line, `#` starts a comment. Raises UsageError."""
+    if not path.exists():
+        return frozenset()
     text = path.read_text(encoding="utf-8", errors="replace")  # invalid UTF-8 is reported as an invalid peer id
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     for number, line in enumerate(lines, 1):
