@@ -38,7 +38,7 @@ def clock(monkeypatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_a_node_renews_itself_while_it_runs(network_dir, tmp_path, clock: Clock, monkeypatch, caplog):
+def test_a_node_renews_itself_while_it_runs(network_dir, tmp_path, clock, monkeypatch, caplog):
     """In the last third of its validity; while the issuer is unreachable it says so and tries again."""
     with contextlib.closing(AdmissionServer(Admissions(network_dir)).start()) as admission:
         issuer = read_issuer(network_dir)
@@ -63,7 +63,7 @@ def test_a_node_renews_itself_while_it_runs(network_dir, tmp_path, clock: Clock,
             assert (again.peer_id, again.certificate) == (node.peer_id, node.certificate)
 
 
-def test_a_node_without_an_admission_server_warns_of_expiry(make_identity, clock: Clock, caplog):
+def test_a_node_without_an_admission_server_warns_of_expiry(make_identity, clock, caplog):
     node = make_identity("n")
     clock.later_s = node.valid_s - 86400.0
     with PatientClient(node) as client:
@@ -98,7 +98,7 @@ def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(make_id
 
 @pytest.mark.usefixtures("changes_at_once")
 @pytest.mark.parametrize("first", ["client", "server"])
-def test_a_crl_passes_over_any_connection_in_both_directions(make_identity, network_dir, first: str):
+def test_a_crl_passes_over_any_connection_in_both_directions(make_identity, network_dir, first):
     """An ordinary request is enough, also one that is refused."""
     nodes = {name: make_identity(name) for name in ("client", "server")}
     thief = make_identity("thief")

@@ -61,7 +61,7 @@ class Crowd:
     origin_slots=st.integers(1, 3), at_once=st.integers(1, 4), falls=st.lists(st.integers(0, 5), max_size=2),
 )  # fmt: skip
 def test_all_get_all_within_bounded_rounds_and_the_origin_gives_once_and_for_losses(
-    num_slices: int, num_members: int, slots: int, origin_slots: int, at_once: int, falls: list[int]
+    num_slices, num_members, slots, origin_slots, at_once, falls
 ):
     crowd = Crowd(num_slices, num_members, slots, origin_slots)
     losses = 0
@@ -180,12 +180,12 @@ def test_invalid_calls_are_refused():
 
 
 @given(st.lists(st.booleans(), max_size=40))
-def test_ranges_of_any_set_are_read_back(flags: list[bool]):
+def test_ranges_of_any_set_are_read_back(flags):
     have = np.flatnonzero(flags)
     assert np.array_equal(parse_ranges(format_ranges(have), len(flags)), have)
 
 
 @pytest.mark.parametrize("text", ["x", "1-", "5-4", "9", "0,,1", "-1", "٣"])
-def test_ranges_that_are_none_are_refused(text: str):
+def test_ranges_that_are_none_are_refused(text):
     with pytest.raises(ProtocolError):
         parse_ranges(text, 9)
