@@ -156,8 +156,9 @@ class ChunkFeed:
             NoSpaceError: If the cache is full of what is pinned.
         """
         with self._changed:
-            lost = [group for group in plan.groups if group.entry is not None and group.entry.is_lost()]
-            if lost:
+            entries = {group.entry for group in plan.groups if group.entry is not None}
+            removed = {entry for entry in entries if entry.is_lost()}
+            if lost := [group for group in plan.groups if group.entry in removed]:
                 self._open_entries(lost)
                 plan.waiting += [group for group in lost if group not in plan.waiting]
                 plan.position = 0
