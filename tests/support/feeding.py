@@ -19,6 +19,7 @@ import pytest
 
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
+from forebay.fetch.cache import ChunkCache
 from forebay.fetch.engine import RunFetcher
 from forebay.load.loader import Loader
 from forebay.load.options import OrderOptions
@@ -182,19 +183,27 @@ def check_cache(directory: Path) -> int:
     return complete
 
 
-def delete_while_fetching(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Have a cache lose its files before some of this process's requests; returns their paths."""
+def change_while_fetching(cache: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> list[Path]:
+    """Have another program delete, replace or touch a cache's files before some writes; returns their paths."""
 
-    def receive(*args: Any) -> None:
+    def write(*args: Any) -> None:
         if next(numbers) in (2, 5, 11):
             for path in cache.glob("?" * 64):
-                path.unlink()
-                deleted.append(path)
+                changed.append(path)
+                if how == "replace":
+                    (cache / "new").write_bytes(path.read_bytes()[:4096].ljust(path.stat().st_size, b"\0"))
+                    (cache / "new").replace(path)
+                elif how == "touch":
+                    os.utime(path)
+                else:
+                    path.unlink()
+            with contextlib.closing(ChunkCache(cache, 1 << 30)) as other:
+                other.list_slices()
         plain(*args)
 
-    numbers, deleted, plain = count(), list[Path](), RunFetcher._receive
-    monkeypatch.setattr(RunFetcher, "_receive", receive)
-    return deleted
+    numbers, changed, plain = count(), list[Path](), RunFetcher._write
+    monkeypatch.setattr(RunFetcher, "_write", write)
+    return changed
 
 
 class Watcher:

@@ -43,6 +43,7 @@ log = logging.getLogger("forebay.cache")
 _MIN_EVICTED = 8 << 20  # At once, so that evictions are few; at most four requests' bytes and a 64th of the budget.
 _MAX_USED = 1 << 16
 _COUNT_INTERVAL_S = 5.0
+_CREATE_TRIES = 4
 
 
 _AHEAD_BYTES = (1 << 30) // 3
@@ -150,17 +151,24 @@ class ChunkCache(SharedState):
                 self._delete(entry)
                 entry = None
             if entry is None:
-                size = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
-                if reason := self._make_space(size):
-                    raise NoSpaceError(f"cache: {reason}")
-                paths = self.path_of(info.sha256), self._maps / info.sha256
-                self._stored += size
-                create(*paths, info)
-                entry = ChunkFile(*paths, info)
+                entry = self._create(info)
             self._entries[info.sha256] = entry
             with contextlib.suppress(OSError):
                 os.utime(entry.map_path)
             return entry
+
+    def _create(self, info: SliceInfo) -> ChunkFile:
+        size = MapLayout(info.bytes, info.chunk_bytes).disk_bytes
+        paths = self.path_of(info.sha256), self._maps / info.sha256
+        if reason := self._make_space(size):
+            raise NoSpaceError(f"cache: {reason}")
+        self._stored += size
+        for _ in range(_CREATE_TRIES - 1):
+            create(*paths, info)
+            with contextlib.suppress(FileNotFoundError):  # Another program deleted it.
+                return ChunkFile(*paths, info)
+        create(*paths, info)
+        return ChunkFile(*paths, info)
 
     def open_pinned(self, items: Sequence[tuple[SliceInfo, I64]]) -> tuple[list[ChunkFile], str]:
         """`open` and `pin` slices, with no moment between them in which another process deletes one.
@@ -188,8 +196,8 @@ class ChunkCache(SharedState):
         """Undo pins. `next_uses`: when each is read again, in steps; None: the later it was read, the later again."""
         with self._threads:
             for i, (entry, chunks) in enumerate(groups):
-                if entry.is_deleted:
-                    continue
+                if self._entries.get(entry.info.sha256) is not entry:
+                    continue  # Another one has its name.
                 freed = entry.unpin(chunks, self._slot_number, self._generation)
                 if len(freed):
                     self._num_used += 1
@@ -311,7 +319,7 @@ class ChunkCache(SharedState):
         with self._lock:
             live = self._live()
             for entry, chunks in groups:
-                if not entry.is_deleted:
+                if not entry.is_lost():
                     self.evicted_bytes += self._evict_chunks(entry, chunks, live, self.budget_bytes)
 
     def discard(self, sha256: str) -> None:

@@ -72,6 +72,7 @@ class ChunkFile:
             self._map: U8 = map_file(file, layout.num_bytes, is_writable=True)
         with open(path, "rb", opener=open_own) as file:
             self.data: U8 = map_file(file, info.bytes, info.offset)
+            self._inode = os.fstat(file.fileno()).st_ino
         n = layout.num_chunks
         self.marks = self._map[layout.marks : layout.marks + n]
         self.generations = self._map[layout.generations : layout.pins].view(np.uint32)
@@ -80,7 +81,6 @@ class ChunkFile:
         self.leaves_lock = threading.Lock()  # One thread of this process reads them.
         self._has_leaves = n == 1 and bool(info.sha256)
         inode, time_ns, boot = _identity_of(path)
-        self._inode = path.stat().st_ino
         own_inode, own_time_ns, own_boot = self._identity()
         is_written = time_ns != own_time_ns and not (self.marks >= FETCHING).any()
         if (inode, boot) != (own_inode, own_boot) or is_written:
@@ -95,8 +95,12 @@ class ChunkFile:
         """Return whether the cache or another program removed the file; chunks are then fetched into a new one."""
         try:
             return self.is_deleted or self.path.stat().st_ino != self._inode
-        except OSError:
-            return True
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+
+    def is_same_file(self, other: "ChunkFile | None") -> bool:
+        """Whether another entry, of this name, is of the same file."""
+        return other is not None and self._inode == other._inode
 
     def open_file(self) -> FileIO:
         """Open the file to write to it. Raises FileNotFoundError if it was removed, even if another has its name."""
@@ -180,8 +184,9 @@ class ChunkFile:
         return is_right
 
     def record_write(self) -> None:
-        """This process wrote to the file: its time is not a reason to doubt it."""
-        self._map[: _HEADER.size] = _header(self.info, self.is_deleted, self.path)
+        """This process wrote to the file: its time is not a reason to doubt it. Another one of its name is doubted."""
+        if not self.is_lost():
+            self._map[: _HEADER.size] = _header(self.info, self.is_deleted, self.path)
 
     def doubt(self, chunks: I64) -> None:
         """Have chunks hashed again before they are used."""

@@ -11,6 +11,7 @@ Memory: what a source reads ahead (256 KiB of a web server, 2 MiB of a peer or a
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import heapq
 import itertools
@@ -49,8 +50,8 @@ _LOOKUP_INTERVAL_S = 15.0
 _WATCH_S, _SLOW_S = 0.5, 2.0  # between two looks at what is slow; no source is slow before
 _MUCH = 3  # times as long as another source
 _PACE = 5  # times _SLOW_S, until a source that others named counts as too slow
-_MIN_ALONE_BYTES_PER_S, _MIN_STEERED_BYTES_PER_S = 1 << 10, 32 << 10  # of such a source alone, and beside another
-_MIN_STEERED_SHARE = 1 / 8  # of the usual speed
+_MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE = 32 << 10, 1 / 8  # of such a source; of the usual speed
+_STEP_BYTES = 2 << 20  # at most, in which the bytes of a source come
 _USUAL_BYTES_PER_S = 1 << 20  # of a source whose speed is not known
 
 
@@ -193,7 +194,7 @@ class RunFetcher(Closing):
             return self._again(run, pause_s) if pause_s is not None else self._end(run, self._no_source(run))
         with run.lock:
             run.attempt, run.source, run.began_at, run.began_with = run.attempt + 1, source, began_at, run.received
-            attempt, first = run.attempt, run.position
+            attempt, first = run.attempt, run.reached
             if run.paced[0] != source.url:
                 run.paced = source.url, began_at, run.received
         fault: Exception | None = None
@@ -210,7 +211,7 @@ class RunFetcher(Closing):
             if was_taken:
                 self._num_abandoned -= 1
                 return None
-            progress, num_bytes = run.position - first, run.received - run.began_with
+            progress, num_bytes = run.reached - first, run.received - run.began_with
             self.retries, self.fault = self.retries + (fault is not None), str(fault or "")
             self._count(stats, num_bytes)
             stats.record_speed(num_bytes, now - began_at)
@@ -257,23 +258,25 @@ class RunFetcher(Closing):
                 if (source := run.source) is None:
                     continue
                 elapsed_s, received = now - run.paced[1], run.received - run.paced[2]
-                if elapsed_s >= _PACE * _SLOW_S:
-                    run.paced = source.url, now, run.received
-                    if run.origin.is_steered and received < self._least_bytes_per_s(run, source) * elapsed_s:
+                if elapsed_s >= _PACE * _SLOW_S and run.origin.is_steered:
+                    min_bytes = self._least_bytes_per_s(run, source) * elapsed_s
+                    if received + _STEP_BYTES < min_bytes:
                         run.state.refused[source.url] = f"sent {received} bytes in {elapsed_s:.0f} s"
                         self._request_elsewhere(run, source, now)
                         continue
+                    if received >= min_bytes:
+                        run.paced = source.url, now, run.received
                 elapsed_s, received = now - run.began_at, run.received - run.began_with
                 if elapsed_s >= _SLOW_S and self._has_better(run, source, elapsed_s, received, now):
                     self._request_elsewhere(run, source, now)
 
     def _least_bytes_per_s(self, run: ChunkRun, source: Origin) -> float:
-        """What a source that others named must send: an eighth of their median; 32 KiB/s beside one, 1 KiB/s alone."""
+        """What a source that others named must send: an eighth of the median of others; 32 KiB/s beside another."""
         with self._changed:
             speeds = sorted(s.speed for url, s in self._sources.items() if s.speed and url != source.url)
         usual = speeds[len(speeds) // 2] if speeds else 0.0
         is_alone = all(other.url == source.url for other in run.state.sources)
-        return max(_MIN_ALONE_BYTES_PER_S if is_alone else _MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE * usual)
+        return max(0 if is_alone else _MIN_STEERED_BYTES_PER_S, _MIN_STEERED_SHARE * usual)
 
     def _has_better(self, run: ChunkRun, source: Origin, elapsed_s: float, received: int, now: float) -> bool:
         with self._changed:
@@ -377,7 +380,8 @@ class RunFetcher(Closing):
                     self._write(run, source, data, leaves, file.fileno())
                 if run.next > first:
                     run.origin.verified((run.next - first) * size)
-                run.state.last_byte_at = time.monotonic()
+                if run.next > first or not run.origin.is_steered:
+                    run.state.last_byte_at = time.monotonic()
         if run.position < stop:
             raise TransientError(f"the body of {run.name} ended at byte {run.position}, before {stop}")
 
@@ -410,6 +414,8 @@ class RunFetcher(Closing):
         entry, size, num_bytes, written = run.entry, run.entry.chunk_bytes, run.entry.info.bytes, 0
         while written < len(data):
             written += os.pwrite(file, data[written:], entry.info.offset + run.position + written)
+        if entry.is_lost():  # Another file has its name, and perhaps its map.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(entry.path))
         while len(data):
             end = min((run.next + 1) * size, num_bytes)
             part, data = data[: end - run.position], data[end - run.position :]

@@ -192,6 +192,11 @@ class ChunkRun:
         self.next = self.first
         self.position = self.first * self.entry.chunk_bytes
 
+    @property
+    def reached(self) -> int:
+        """Up to which byte there was progress: of a source that others named only what was verified counts."""
+        return self.next * self.entry.chunk_bytes if self.origin.is_steered else self.position
+
     def end(self) -> bool:
         """Mark as ended; return True on the first call."""
         with self.lock:

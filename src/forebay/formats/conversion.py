@@ -173,6 +173,7 @@ class ConvertOptions:
         compress: `zstd`, or nothing.
         tensors: Types to write, by column: `{"images": "f16"}`.
         resize: (height, width) of images.
+        max_unpacked_ratio: Rows of a table have at most this many times the bytes of its files, or 256 MiB.
         on_progress: Called with tokens or rows written since the last call.
         on_skipped: Called with the files of a directory that are left out; by default they are logged.
         sink: Takes the files of formats with several; set by a conversion to a bucket.
@@ -188,6 +189,7 @@ class ConvertOptions:
     compress: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
     resize: tuple[int, int] | None = None
+    max_unpacked_ratio: int = 2000
     on_progress: Callable[[int], None] = lambda count: None
     on_skipped: Callable[[Sequence[Skipped]], None] = _log_skipped
     sink: FileSink = field(default_factory=FileSink)

@@ -7,7 +7,7 @@ says the format. A dataset of Forebay at a URL is read slice by slice through a 
 
 import glob
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from forebay.formats.detect import Detection, detect
 from forebay.formats.images import Images
 from forebay.formats.layout import decide_layout, layout_of_tokens
 from forebay.formats.records import batched
-from forebay.formats.tables import MAX_UNPACKED_RATIO, TableDigest, flatten, leaf_type
+from forebay.formats.tables import TableDigest, flatten, leaf_type, num_bytes
 from forebay.formats.token_stream import MAX_TOKENS, documents
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES
 from forebay.storage.addresses import path_or_url
@@ -95,6 +95,7 @@ def _open_source(
     if tokens is None or (has_columns and (prefers_table or (keeps_columns and "left_out" in tokens.metadata))):
         table = open_table(path, options)
     if table is not None:
+        table = _bounded(table, options.max_unpacked_ratio)
         layout = decide_layout(table.schema, options.column)
         as_rows = to is None or get_format(to).supports("write_rows")
         if prefers_table or (as_rows and (layout.is_rows or (keeps_columns and layout.left_out))):
@@ -111,6 +112,34 @@ def _open_source(
         f"{path}: expected a dataset, token files or a table, got {got}. Tokens without header need --set "
         "input_dtype=uint16 or uint32; text becomes tokens with `forebay prepare`."
     )
+
+
+def _bounded(table: TableSource, max_unpacked_ratio: int) -> TableSource:
+    """Return a table of which a pass yields at most max(256 MiB, the ratio times the bytes of its files).
+
+    Raises DatasetError beyond that: what is no bomb alone may be one with a thousand others.
+    """
+    if not table.files:
+        return table
+    limit = max(MIN_UNPACKED_BYTES, max_unpacked_ratio * sum(path.stat().st_size for path in table.files))
+    read_from = table.batches_from
+
+    def read(batches: Positioned[pa.RecordBatch]) -> Positioned[pa.RecordBatch]:
+        remaining = limit
+        for position, batch in batches:
+            remaining -= sum(map(num_bytes, batch.columns))
+            if remaining < 0:
+                raise DatasetError(
+                    f"{table.files[0].parent}: expected at most {limit:,} bytes of rows in all, got more: a bomb, or "
+                    f"rows without content. Give --set max_unpacked_ratio={10 * max_unpacked_ratio} if you trust them."
+                )
+            yield position, batch
+
+    def read_all() -> Iterator[pa.RecordBatch]:
+        return (batch for _, batch in read((None, batch) for batch in table.batches()))
+
+    bounded_from = None if read_from is None else lambda position: read(read_from(position))
+    return replace(table, batches=read_all, batches_from=bounded_from)
 
 
 def needs_table(to: str | None, options: ConvertOptions) -> bool:
@@ -322,35 +351,9 @@ def open_table(path: str | Path | _RemoteFolder, options: ConvertOptions = _NO_O
             folder = (
                 Path(url_name(path.url)) if isinstance(path, _RemoteFolder) else target if target.is_dir() else None
             )
-            return _bounded(Images().open_rows(files, options, folder), files)
-        return _bounded(get_format(name).open_rows(files, options), files)
+            return replace(Images().open_rows(files, options, folder), files=files)
+        return replace(get_format(name).open_rows(files, options), files=files)
     return None
-
-
-def _bounded(table: TableSource, files: Sequence[Path]) -> TableSource:
-    """Return the table of files, of which a pass yields at most max(256 MiB, 2000 times the bytes of all).
-
-    Raises DatasetError beyond that: what is no bomb alone may be one with a thousand others.
-    """
-    limit = max(MIN_UNPACKED_BYTES, MAX_UNPACKED_RATIO * sum(path.stat().st_size for path in files))
-    read_from = table.batches_from
-
-    def read(batches: Positioned[pa.RecordBatch]) -> Positioned[pa.RecordBatch]:
-        remaining = limit
-        for position, batch in batches:
-            remaining -= batch.nbytes
-            if remaining < 0:
-                raise DatasetError(
-                    f"{files[0].parent}: expected at most {limit:,} bytes of rows in all, got more: a "
-                    "bomb, or rows without content. Unpack them first, or convert them one by one, if you trust them."
-                )
-            yield position, batch
-
-    def read_all() -> Iterator[pa.RecordBatch]:
-        return (batch for _, batch in read((None, batch) for batch in table.batches()))
-
-    bounded_from = None if read_from is None else lambda position: read(read_from(position))
-    return replace(table, batches=read_all, batches_from=bounded_from, files=files)
 
 
 def table_files(target: Path) -> Iterator[Path | Skipped]:

@@ -39,14 +39,14 @@ BATCH_ROWS = 4096  # Of a batch that is made of rows as Python has them.
 DTYPE_KEY = b"forebay.dtype"  # Of a field's metadata: the type that bits in the column are of, as `BF16`.
 _BITS = ("BF16", "F8_E4M3", "F8_E5M2")
 INFERRED_BYTES = 64 << 20
-MAX_UNPACKED_RATIO = 2000
+_MAX_UNPACKED_RATIO = 2000
 _CHECK_RATIO = 100_000  # A file of zeros is to be reported, not refused.
 _STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.
 _GROUP_ROWS = 1 << 16
 _VALUES_AT_ONCE = 1 << 18  # As eight bytes each, and a few copies, they stay in the cache.
 
 
-def open_unpacked(path: Path, max_unpacked_ratio: int = MAX_UNPACKED_RATIO) -> BinaryIO:
+def open_unpacked(path: Path, max_unpacked_ratio: int = _MAX_UNPACKED_RATIO) -> BinaryIO:
     """Open a file's bytes, unpacked if it is compressed, as UTF-8 if it is text; for errors see `open_input`."""
     detection = detect(path)
     file = replace(input_of(path), compression=detection.compression, encoding=detection.encoding)
@@ -97,6 +97,16 @@ def column_of(rows: Array, field: pa.Field) -> pa.Array:
 def batch_of(arrays: Mapping[str, Array], schema: pa.Schema) -> pa.RecordBatch:
     """Rows of several arrays, in the schema's order."""
     return pa.record_batch([column_of(arrays[field.name], field) for field in schema], schema=schema)
+
+
+def num_bytes(column: pa.Array) -> int:
+    """Bytes of a column's values; of a dictionary of text those that its rows stand for."""
+    if not isinstance(column, pa.DictionaryArray):
+        return int(column.nbytes)
+    size, kind = int(column.indices.nbytes), column.dictionary.type
+    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
+        size += pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
+    return size
 
 
 def list_column(vectors: Sequence[Any], kind: Any) -> pa.Array:

@@ -206,8 +206,13 @@ class BatchPlanner:
         if not stale:
             return
         self._close_except(self._open - stale)
-        keys = np.array(sorted(stale), np.int64)
-        self._slices.need(plan.needs, keys, np.zeros(len(keys), np.int64), self._num_open_bytes(keys), 0 * keys)
+        self._need_headers(plan, stale)
+
+    def _need_headers(self, plan: StepPlan, required: Collection[int]) -> None:
+        """Have a plan wait for the headers of slices again, and for all else that is not here any more."""
+        keys = np.array(sorted(required), np.int64)
+        self._slices.need(plan.needs, keys, 0 * keys, self._num_open_bytes(keys), 0 * keys)
+        self._slices.recheck(plan.needs)
 
     def _num_open_bytes(self, keys: I64) -> I64:
         """How many bytes of each slice opening it reads."""
@@ -223,8 +228,8 @@ class BatchPlanner:
                 self._close_except(self._open - {key})
             if key not in self._open:
                 try:
-                    self._open_map(key)
-                except RemovedError:  # Again when the plan was renewed.
+                    self._open_map(plan, key)
+                except RemovedError:  # Again when it is here.
                     continue
             starts, stops = self._collator.byte_ranges(key, plan.samples[plan.keys == key])
             steps = np.full(len(starts), plan.unresolved[key], np.int64)
@@ -309,13 +314,14 @@ class BatchPlanner:
         for row, key in sorted(zip(rows.tolist(), keys.tolist())):
             try:
                 if key not in self._open:
-                    self._open_map(key)
+                    self._open_map(plan, key)
             except ForebayError as error:
                 if row < plan.bounds[start + 1] - low:
                     if isinstance(error, DatasetError) and self._replace(plan):
                         return start
                     raise
                 return bisect_right(plan.bounds, row + low) - 1  # The error is raised when that step is read.
+        self._slices.check_files(plan.needs, set(keys.tolist()))
         return stop
 
     def _replace(self, plan: StepPlan) -> bool:
@@ -325,7 +331,7 @@ class BatchPlanner:
             rows = plan.keys == key
             try:
                 if key not in self._open:
-                    self._open_map(key)
+                    self._open_map(plan, key)
                 self._collator.make(self._collator.plan(plan.keys[rows], plan.samples[rows]), 0, int(rows.sum()))
             except DatasetError as error:
                 damaged[key] = str(error)
@@ -343,9 +349,13 @@ class BatchPlanner:
         step = self._stride
         self._num_steps, self._plan_steps = step, max(step, self._plan_steps // (2 * step) * step)
 
-    def _open_map(self, key: int) -> None:
+    def _open_map(self, plan: StepPlan, key: int) -> None:
         started_at = time.perf_counter()
-        index, opened = self._slices.open(key)
+        try:
+            index, opened = self._slices.open(key)
+        except RemovedError:
+            self._need_headers(plan, [key])
+            raise
         elapsed_s = time.perf_counter() - started_at
         if self._slices.is_cached(key):
             self.network_s += elapsed_s

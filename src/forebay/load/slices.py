@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.fetch.cache import CacheSettings, ChunkCache
 from forebay.fetch.chunk_file import PRESENT, ChunkFile
 from forebay.fetch.feed import ChunkFeed
+from forebay.fetch.needs import PlanNeeds
 from forebay.fetch.runs import Providers
 from forebay.load.arguments import ranks_per_node
 from forebay.load.chunk_source import Origins, Swarms
@@ -87,6 +88,14 @@ class SliceReader(ChunkFeed):
     def is_stale(self, key: int) -> bool:
         """Return whether the file of an open slice was removed, so that the slice must be opened again."""
         return key in self._mapped and self._mapped[key].is_lost()
+
+    def check_files(self, plan: PlanNeeds, keys: Collection[int]) -> None:
+        """Raise RemovedError unless the open slices of these keys are of the files whose chunks the plan has."""
+        with self._changed:
+            for group in plan.groups:
+                entry = group.entry
+                if entry is not None and group.key in keys and not entry.is_same_file(self._mapped.get(group.key)):
+                    raise RemovedError(f"cache: {entry.path} was made again while it was in use.")
 
     def open(self, key: int) -> tuple[int, Slice]:
         """(index in its dataset, mapped slice); its header must be here.

@@ -22,7 +22,7 @@ from forebay.observe.sources import NodeSource, PreparationSource, RecordSource,
 from forebay.observe.views import View
 from forebay.scheduler import server as scheduler_server
 from forebay.scheduler.server import SchedulerService
-from forebay.stream import documents
+from forebay.stream.lane import TextEncoder
 from support import processes
 from support.browser import THEMES, WIDTHS, Browser, open_browser
 from support.nodes import HOST, NAME, PACED_READER, Network, make_dataset
@@ -245,13 +245,13 @@ def test_a_slow_network_or_scheduler_is_named(
 
 
 def test_a_slow_tokenizer_is_named(tmp_path, monkeypatch):
-    real = documents.TextEncoder.encode
+    real = TextEncoder.encode
 
     def encode(self, texts, counts):
         time.sleep(0.1)
         return real(self, texts, counts)
 
-    monkeypatch.setattr(documents.TextEncoder, "encode", encode)
+    monkeypatch.setattr(TextEncoder, "encode", encode)
     (tmp_path / "text.txt").write_text("one more line of text\n" * 200_000)
     stream = forebay.TextStream(tmp_path / "text.txt", tokenizer="bytes", seq_len=4096, batch_size=64, epochs=None)
 

@@ -16,6 +16,7 @@ from forebay.prepare.driver import prepare_dataset
 
 NUM = 5
 FLOOR = 1 << 20
+FEW = ConvertOptions(max_unpacked_ratio=10)
 
 
 def make_corpus(folder: Path, num_bytes: int) -> Path:
@@ -43,12 +44,13 @@ def test_files_that_are_no_bomb_alone_are_one_together(tmp_path, monkeypatch, to
 
 def test_a_conversion_has_one_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "MIN_UNPACKED_BYTES", FLOOR)
-    monkeypatch.setattr(sources, "MAX_UNPACKED_RATIO", 10)
     corpus = make_corpus(tmp_path / "in", FLOOR * 3 // 4)
-    assert convert(corpus / "3.jsonl.zst", tmp_path / "one", "parquet", ConvertOptions()).written.num_rows > 300
+    assert convert(corpus / "3.jsonl.zst", tmp_path / "one", "parquet", FEW).written.num_rows > 300
     with pytest.raises(DatasetError, match=r"expected at most 1,048,576 bytes of rows in all"):
-        convert(corpus, tmp_path / "out", "parquet", ConvertOptions())
-    assert not (tmp_path / "out").exists()
+        convert(corpus, tmp_path / "out", "parquet", FEW)
+    assert (
+        convert(corpus, tmp_path / "out", "parquet", ConvertOptions(max_unpacked_ratio=50_000)).written.num_rows > 999
+    )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])

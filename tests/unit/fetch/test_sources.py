@@ -54,11 +54,11 @@ def test_the_speed_of_a_source_follows_its_larger_answers():
 
 
 def test_a_source_that_others_named_must_send_an_eighth_of_what_is_usual():
-    """And at least 32 KiB/s beside another, 1 alone: a lease that is held at 20 bytes a second never ends."""
+    """And at least 32 KiB/s beside another; one that is alone is not left for its speed."""
     slow, state = SimpleNamespace(url="slow"), SimpleNamespace(sources=[SimpleNamespace(url="slow")])
     run = SimpleNamespace(state=state)
     with closing(RunFetcher(1)) as fetcher:
-        assert fetcher._least_bytes_per_s(run, slow) == 1 << 10
+        assert fetcher._least_bytes_per_s(run, slow) == 0
         state.sources.append(SimpleNamespace(url="another"))
         assert fetcher._least_bytes_per_s(run, slow) == 32 << 10
         speeds = {"slow": 1e3, "a": 4e6, "b": 8e6, "c": 1e9, "new": None}

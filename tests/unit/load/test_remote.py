@@ -17,11 +17,13 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceT
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.fetch import cache_state
+from forebay.fetch.chunk_file import UNVERIFIED
 from forebay.load.loader import Loader
 from forebay.load.options import CacheOptions, OrderOptions
+from forebay.load.slices import SliceReader
 from forebay.storage.locks import Lock
 from support.chunk_checks import check_chunks
-from support.feeding import check_cache, delete_while_fetching, list_ids, make_dataset, read_samples
+from support.feeding import change_while_fetching, check_cache, list_ids, make_dataset, read_samples
 from support.origin_server import OriginServer
 from support.store import stored
 from support.waiting import until
@@ -219,13 +221,30 @@ def test_files_that_others_delete_are_fetched_again(server, tmp_path, pattern):
     assert read == expected
 
 
-def test_files_that_others_delete_during_a_fetch_are_fetched_again(server, tmp_path, monkeypatch):
+@pytest.mark.parametrize("keep", ["budget", "window"])
+@pytest.mark.parametrize("how", ["delete", "replace", "touch"])
+def test_files_that_others_change_during_a_fetch_are_fetched_again(server, tmp_path, monkeypatch, how, keep):
     expected = [batch.inputs.tolist() for batch in Loader(server.directory, **ONE_BY_ONE)]
-    deleted = delete_while_fetching(tmp_path / "cache", monkeypatch)
-    with Loader(server.url, **ONE_BY_ONE, cache_dir=tmp_path / "cache") as loader:
+    changed = change_while_fetching(tmp_path / "cache", monkeypatch, how)
+    cache = {"cache_dir": tmp_path / "cache", "cache": CacheOptions(keep=keep)}
+    with Loader(server.url, **ONE_BY_ONE, **cache) as loader:
         assert [batch.inputs.tolist() for batch in loader] == expected
-    assert deleted
+    assert changed
     check_cache(tmp_path / "cache")
+
+
+def test_a_header_that_another_process_doubts_is_verified(server, tmp_path, monkeypatch):
+    def open_doubted(self, key):
+        if key not in doubted:
+            doubted.append(key)
+            self.open_cache().open(self.chunks.row(key)).marks[0] = UNVERIFIED
+        return plain(self, key)
+
+    doubted, plain = [], SliceReader.open
+    monkeypatch.setattr(SliceReader, "open", open_doubted)
+    with Loader(server.url, **ONE_BY_ONE, cache_dir=tmp_path / "cache") as loader:
+        assert len(list(loader)) == len(loader)
+    assert len(doubted) == SLICES
 
 
 def test_a_fetch_whose_end_the_cache_cannot_record_is_done_again(own, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageErro
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
-from support.feeding import delete_while_fetching
+from support.feeding import change_while_fetching
 from support.origin_server import ACCESS_KEY, BUCKET, SECRET_KEY, OriginServer
 from support.shard_buckets import (
     HEADER_BYTES,
@@ -109,12 +109,13 @@ def test_kept_shards_are_fetched_once_by_all_ranks_of_a_machine(server, folder):
     assert all(TOKEN_BYTES <= sent_bytes(server, index) < TOKEN_BYTES + MOST_HEADERS for index in range(SHARDS))
 
 
-def test_files_that_others_delete_during_a_fetch_are_fetched_again(server, folder, monkeypatch):
-    deleted = delete_while_fetching(folder, monkeypatch)
+@pytest.mark.parametrize("how", ["delete", "replace", "touch"])
+def test_files_that_others_change_during_a_fetch_are_fetched_again(server, folder, monkeypatch, how):
+    changed = change_while_fetching(folder, monkeypatch, how)
     with open_shards(server, folder) as shards:
         for batch in shards.batches(0, 3 * SHARDS, batch_size=8):
             assert (batch.inputs == shard_tokens(int(batch.dataset_index[0])).reshape(-1, L)[batch.sample_ids]).all()
-    assert deleted
+    assert changed
 
 
 def test_a_jump_to_another_step_leaves_nothing_behind(bucket, folder):

@@ -55,7 +55,7 @@ def get(client: Client, peer: RudePeer) -> object:
 # Whom it asks.
 
 
-def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir):
+def test_the_wrong_peer_is_asked_nothing(member, network_dir):
     scope = Scope(frozenset({"worker"}))
     worker = join(network_dir, network_dir.parent / "only-worker", "only-worker", scope=scope)
     with RudePeer(worker, lambda asked: OK) as peer:
@@ -69,7 +69,7 @@ def test_the_wrong_peer_is_asked_nothing(member: Client, network_dir):
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_identity):
+def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member, make_identity):
     with RudePeer(make_identity("peer"), lambda asked: OK) as peer:
         get(member, peer)
         (member.identity.node_dir / "revoked.txt").write_text("no peer id\n")
@@ -79,7 +79,7 @@ def test_an_unreadable_list_of_revoked_peers_trusts_nobody(member: Client, make_
         assert len(peer.asked) == 1
 
 
-def test_a_kept_connection_ends_with_its_certificate(member: Client, make_identity, monkeypatch):
+def test_a_kept_connection_ends_with_its_certificate(member, make_identity, monkeypatch):
     identity = make_identity("peer")
     with RudePeer(identity, lambda asked: OK) as peer:
         get(member, peer)
@@ -95,7 +95,7 @@ def test_a_kept_connection_ends_with_its_certificate(member: Client, make_identi
 # What it sends again.
 
 
-def test_a_get_is_sent_again_only_where_a_kept_connection_failed(client: Client):
+def test_a_get_is_sent_again_only_where_a_kept_connection_failed(client):
     answers = [None, OK, None, OK]
     with RudePeer(None, lambda asked: answers.pop(0)) as peer:
         with pytest.raises(ConnectionLostError):
@@ -107,7 +107,7 @@ def test_a_get_is_sent_again_only_where_a_kept_connection_failed(client: Client)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_nothing_is_sent_again_after_a_time_out(client: Client, clock: SimpleNamespace, method: str):
+def test_nothing_is_sent_again_after_a_time_out(client, clock, method):
     """An answer is read by its deadline, however its bytes come."""
     ended = threading.Event()
 
@@ -128,7 +128,7 @@ def test_nothing_is_sent_again_after_a_time_out(client: Client, clock: SimpleNam
         assert len(peer.asked) == 2 and peer.connections == 1
 
 
-def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client: Client, clock: SimpleNamespace):
+def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client, clock):
     with RudePeer(None, lambda asked: OK) as peer:
         for _ in range(2):
             client.request_json(peer.address, "POST", "/x", {})
@@ -145,7 +145,7 @@ def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client: Client,
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(-1, len(OK)), method=st.sampled_from(["GET", "POST"]))
-def test_closed_at_any_point_is_an_answer_or_a_lost_connection(client: Client, cut: int, method: str):
+def test_closed_at_any_point_is_an_answer_or_a_lost_connection(client, cut, method):
     """-1: after the request; then within the answer, byte by byte."""
     data = None if cut == -1 else OK[:cut]
     with RudePeer(None, lambda asked: data, lambda asked: True) as peer:
@@ -158,7 +158,7 @@ def test_closed_at_any_point_is_an_answer_or_a_lost_connection(client: Client, c
         assert len(keys) == 1 and len(peer.asked) == (2 if method == "POST" and cut < len(OK) else 1)
 
 
-def test_a_refusal_that_breaks_off_is_a_lost_answer(client: Client):
+def test_a_refusal_that_breaks_off_is_a_lost_answer(client):
     """Its code decides what the caller does next."""
     refused = http(409, {"error": "stale_attempt", "message": "it came before"})
     answers = [refused[:-5], refused, OK]
@@ -170,7 +170,7 @@ def test_a_refusal_that_breaks_off_is_a_lost_answer(client: Client):
     assert caught.value.code == "stale_attempt" and first == again and first.headers[KEY] != second.headers[KEY]
 
 
-def test_a_refusal_says_how_long_to_wait(client: Client, clock: SimpleNamespace):
+def test_a_refusal_says_how_long_to_wait(client, clock):
     date = email.utils.format_datetime(dt.datetime.fromtimestamp(clock.now + 90, dt.UTC), usegmt=True)
     answers = [
         http(503, Retry_After="7"),
@@ -208,7 +208,7 @@ RANGE = b"HTTP/1.1 206 OK\r\nContent-Length: 8\r\nContent-Range: bytes 0-7/8\r\n
         (RANGE + b"1234", "broke off at byte 4 of 8"),
     ],
 )
-def test_lying_servers(answer: bytes, message: str, client: Client, caplog):
+def test_lying_servers(answer, message, client, caplog):
     into = bytearray(8)
     with RudePeer(None, lambda asked: answer, lambda asked: True) as peer:
         with pytest.raises(NetworkError, match=message) as caught:
@@ -218,7 +218,7 @@ def test_lying_servers(answer: bytes, message: str, client: Client, caplog):
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"nonsense", b"[" * 100_000])
-def test_an_answer_is_a_json_object(client: Client, body: bytes):
+def test_an_answer_is_a_json_object(client, body):
     with (
         RudePeer(None, lambda asked: http(200, body)) as peer,
         pytest.raises(ProtocolError, match="expected JSON from"),
@@ -226,7 +226,7 @@ def test_an_answer_is_a_json_object(client: Client, body: bytes):
         get(client, peer)
 
 
-def test_more_than_was_asked_for_is_not_kept(client: Client):
+def test_more_than_was_asked_for_is_not_kept(client):
     into = bytearray(12)
     with RudePeer(None, lambda asked: itertools.chain([RANGE + b"12345678"], itertools.repeat(b"y" * 1000))) as peer:
         client.read_range(peer.address, "/x", memoryview(into)[:8], 0)
@@ -234,7 +234,7 @@ def test_more_than_was_asked_for_is_not_kept(client: Client):
 
 
 @pytest.mark.parametrize("num_bytes, is_slow", [(4095, True), (4096, False)])
-def test_a_body_below_the_least_rate_is_a_stall(clock: SimpleNamespace, num_bytes: int, is_slow: bool):
+def test_a_body_below_the_least_rate_is_a_stall(clock, num_bytes, is_slow):
     """So a peer that gives a byte now and then holds up no other, whatever each of its reads takes."""
 
     def readinto(view):

@@ -11,7 +11,7 @@ amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)
 
 
 @given(amounts, st.floats(0.1, 100), st.floats(5, 50))
-def test_a_bucket_never_gives_more_than_rate_and_burst(asks: list[tuple[float, float]], rate: float, burst: float):
+def test_a_bucket_never_gives_more_than_rate_and_burst(asks, rate, burst):
     bucket, now, taken = TokenBucket(rate, burst), 0.0, 0.0
     for pause, amount in asks:
         now += pause
@@ -26,7 +26,7 @@ def test_a_bucket_never_gives_more_than_rate_and_burst(asks: list[tuple[float, f
 
 
 @given(amounts, st.floats(0.1, 100))
-def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float):
+def test_debt_is_paid_in_order(asks, rate):
     bucket, now, until, total = TokenBucket(rate, 1.0), 0.0, 0.0, 0.0
     for pause, amount in asks:
         now += pause

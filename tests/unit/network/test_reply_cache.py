@@ -59,7 +59,7 @@ def number(answer: Answer) -> int:
     return int(answer.json()["number"])
 
 
-def test_a_repeat_gets_the_first_answer_byte_for_byte(server: MemoryServer):
+def test_a_repeat_gets_the_first_answer_byte_for_byte(server):
     first = post(server, "/a", body={"a": 1})
     assert first.status == 200 and first.headers["x-number"] == "1"
     assert post(server, "/a", body={"a": 2}) == first
@@ -76,7 +76,7 @@ def test_a_repeat_gets_the_first_answer_byte_for_byte(server: MemoryServer):
 
 
 @pytest.mark.parametrize("identity", [Members(), None])
-def test_an_answer_kept_for_a_repeat_is_its_members_alone(handler: Counting, identity: Members | None):
+def test_an_answer_kept_for_a_repeat_is_its_members_alone(handler, identity):
     """Against another member's key, or a path that ends like one; over plain HTTP the address tells clients apart."""
     with MemoryServer(handler, identity) as server:
         honest, evil = server.connect("honest"), server.connect("evil", "127.0.0.2")
@@ -87,14 +87,14 @@ def test_an_answer_kept_for_a_repeat_is_its_members_alone(handler: Counting, ide
 
 
 @pytest.mark.parametrize("path", ["/500", "/503", "/429", "/bug"])
-def test_an_answer_that_says_again_later_is_not_kept(server: MemoryServer, handler: Counting, path: str):
+def test_an_answer_that_says_again_later_is_not_kept(server, handler, path):
     assert post(server, path).status in (500, 503, 429)
     handler.fails = False
     answer = post(server, path)
     assert number(answer) == 2 and post(server, path) == answer
 
 
-def test_a_repeat_waits_while_the_first_is_answered(server: MemoryServer, handler: Counting):
+def test_a_repeat_waits_while_the_first_is_answered(server, handler):
     """Also where the first one's connection is gone: what it began is not begun again."""
     connections = [server.connect("m") for _ in range(4)]
     for connection in connections:
@@ -105,7 +105,7 @@ def test_a_repeat_waits_while_the_first_is_answered(server: MemoryServer, handle
     assert [number(answer) for connection in connections[1:] for answer in connection.answers()] == [1, 1, 1]
 
 
-def test_a_body_that_broke_off_is_no_first_answer(server: MemoryServer):
+def test_a_body_that_broke_off_is_no_first_answer(server):
     broken = server.connect("one")
     broken.send(b"POST /a HTTP/1.1\r\nIdempotency-Key: k\r\nContent-Length: 20\r\n\r\n{")
     broken.hang_up()
@@ -151,7 +151,7 @@ def loop() -> Iterator[VirtualLoop]:
     loop.close()
 
 
-def test_after_a_failure_those_that_wait_ask_anew_one_at_a_time(loop: VirtualLoop):
+def test_after_a_failure_those_that_wait_ask_anew_one_at_a_time(loop):
     async def run():
         return await asyncio.gather(*(ask(cache, app, "p", "k") for _ in range(5)))
 
@@ -160,7 +160,7 @@ def test_after_a_failure_those_that_wait_ask_anew_one_at_a_time(loop: VirtualLoo
     assert (app.num_calls, app.most_running) == (3, 1)
 
 
-def test_bounds_of_what_is_kept(loop: VirtualLoop, monkeypatch):
+def test_bounds_of_what_is_kept(loop, monkeypatch):
     monkeypatch.setattr(limits, "MAX_REPLIES_PER_PEER", 4)
     monkeypatch.setattr(limits, "MAX_REPLIES_BYTES", 1000)
 

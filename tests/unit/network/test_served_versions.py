@@ -36,7 +36,7 @@ def extend(parent: Dataset, directory: Path, name: str) -> Dataset:
 
 
 @pytest.mark.parametrize("names", [(NAME,), ("other",), (NAME, "other"), ("other", "third")])
-def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(tmp_path, monkeypatch, names: tuple[str, ...]):
+def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(tmp_path, monkeypatch, names):
     monkeypatch.setattr(peer_dataset, "_MAX_AGE_S", 0.0)
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "worker")
@@ -65,9 +65,7 @@ def test_a_job_a_reader_and_a_new_worker_go_on_with_an_extended_dataset(tmp_path
      ([("tiny", "lost")], ""), ([("tiny", "lost"), ("other", "deny")], "list"), ([("other", "lost")], ""),
      ([("tiny", "lost"), ("other", "lost")], "unknown_slice")],
 )  # fmt: skip
-def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(
-    tmp_path, rules: list[tuple[str, str]], refused: str
-):
+def test_a_slice_of_two_datasets_is_sent_if_the_rules_of_one_allow_it(tmp_path, rules, refused):
     with ExitStack() as stack:
         network = Network(tmp_path, stack, "reader")
         first = make_dataset(tmp_path / "tiny", 3, 40)

@@ -86,7 +86,7 @@ def is_served(client: Client, server: Server) -> bool:
     return bool(client.request_json(server.address, "GET", "/echo")[0]["by"] == "GET")
 
 
-def test_json_there_and_back_on_one_connection(server: Server, client: Client, handler: Handler, caplog):
+def test_json_there_and_back_on_one_connection(server, client, handler, caplog):
     for number in range(3):
         answer, peer = client.request_json(server.address, "POST", "/echo?a=1&b=", {"n": number})
         assert answer == {"got": {"n": number}, "query": {"a": "1", "b": ""}, "by": "POST"}
@@ -119,7 +119,7 @@ def test_the_application_sees_the_certificate_of_the_client(network_dir, tmp_pat
     assert seen == [member.as_peer] and (member.as_peer.peer_id, member.as_peer.org) == (member.peer_id, org)
 
 
-def test_files_and_ranges(server: Server, client: Client, handler: Handler, caplog):
+def test_files_and_ranges(server, client, handler, caplog):
     for _ in range(2):
         assert client.get_bytes(server.address, "/empty", SIZE) == b""
     assert "ASGI" not in caplog.text
@@ -138,7 +138,7 @@ def test_files_and_ranges(server: Server, client: Client, handler: Handler, capl
         client.get_bytes(server.address, "/gone", SIZE)
 
 
-def test_limits_on_bodies(server: Server, client: Client):
+def test_limits_on_bodies(server, client):
     with pytest.raises(RemoteError, match="refused with 413"):
         client.request_json(server.address, "POST", "/echo", "x" * (1 << 20))
     with pytest.raises(ProtocolError, match="at most 10 bytes"):
@@ -147,7 +147,7 @@ def test_limits_on_bodies(server: Server, client: Client):
         client.get_bytes(server.address, "/a b\r\nX: y", 10)
 
 
-def test_strangers_get_nothing(server: Server, client: Client, handler: Handler, tmp_path):
+def test_strangers_get_nothing(server, client, handler, tmp_path):
     server.identity.audit = AuditLog(tmp_path / "audit.log")
     create_network(tmp_path / "elsewhere", "test-network")
     stranger = join(tmp_path / "elsewhere", tmp_path / "stranger", "client")
@@ -176,7 +176,7 @@ def test_strangers_get_nothing(server: Server, client: Client, handler: Handler,
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Client, make_identity):
+def test_a_revoked_peer_is_refused_without_restart(server, client, make_identity):
     is_served(client, server)
     revoke(server.identity.node_dir, client.identity.peer_id)
     with pytest.raises(NetworkError) as caught:  # on the open connection, which may be cut first
@@ -192,7 +192,7 @@ def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Clien
             is_served(other, server)
 
 
-def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: Handler):
+def test_port_in_use_and_nobody_there(server, client, handler):
     with pytest.raises(NetworkError, match=f"port {server.port} is in use"):
         serve(server.identity, handler, port=server.port).start()
     with socket.socket() as current:
@@ -204,7 +204,7 @@ def test_port_in_use_and_nobody_there(server: Server, client: Client, handler: H
         serve(server.identity, handler, host="192.0.2.1").start()
 
 
-def test_a_loop_that_fails_begins_again_on_the_same_port(server: Server, client: Client, monkeypatch, caplog):
+def test_a_loop_that_fails_begins_again_on_the_same_port(server, client, monkeypatch, caplog):
     is_served(client, server)
 
     def select(timeout=None):
@@ -223,7 +223,7 @@ def test_a_loop_that_fails_begins_again_on_the_same_port(server: Server, client:
     assert server.num_connections == 1 and server.drain(3600.0)
 
 
-def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: Client, handler: Handler):
+def test_drain_lets_a_request_finish_and_takes_no_other(server, client, handler):
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(client.request_json(server.address, "GET", "/held")[0]))
     waiting.start()
@@ -237,7 +237,7 @@ def test_drain_lets_a_request_finish_and_takes_no_other(server: Server, client: 
     assert answers == [{"answer": "late"}]
 
 
-def test_close_ends_answers_under_way(make_identity, client: Client, handler: Handler, caplog):
+def test_close_ends_answers_under_way(make_identity, client, handler, caplog):
     """A file half sent, a request whose body does not come, waits for news, a handshake: without an error."""
     app, entered = application(handler), threading.Event()
 
@@ -267,7 +267,7 @@ def test_close_ends_answers_under_way(make_identity, client: Client, handler: Ha
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_who_hangs_up_amid_its_body_or_closes_one_half_is_no_error_of_ours(server: Server, client: Client, caplog):
+def test_who_hangs_up_amid_its_body_or_closes_one_half_is_no_error_of_ours(server, client, caplog):
     for half in (True, False):
         with connect(client.identity, server.address) as tls:
             tls.sendall(b"POST /echo HTTP/1.1\r\nContent-Length: 100\r\n\r\nx")

@@ -44,7 +44,7 @@ def server() -> Iterator[MemoryServer]:
         yield server
 
 
-def test_a_document_of_routes(server: MemoryServer):
+def test_a_document_of_routes(server):
     document = server.ask("GET", "/openapi.json").json()
     assert document["openapi"].startswith("3.1") and document["info"]["title"] == "A node"
     assert document["paths"].keys() == {"/v1/item/{name}", "/v1/log", "/metrics"}
@@ -59,7 +59,7 @@ def test_a_document_of_routes(server: MemoryServer):
     assert {"forebay_things 3.0", "forebay_connections 1.0", 'forebay_requests_total{status="200"} 1.0'} <= set(lines)
 
 
-def test_messages_and_queries_are_strict(server: MemoryServer):
+def test_messages_and_queries_are_strict(server):
     assert server.ask("POST", "/v1/item/a", {"n": 3}).json() == {"n": 3, "name": "a"}
     for body in (
         b"{}", b'{"n": 10}', b'{"n": "3"}', b'{"n": 3.0}', b'{"n": true}', b'{"n": 3, "x": 1}', b"[]", b"5",
@@ -109,5 +109,5 @@ def test_a_page_by_another_name_of_this_address_reads_nothing(server, host, is_t
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://page.example"}, {"Content_Type": "text/plain"}])
-def test_requests_of_a_page_of_another_site_are_refused(server: MemoryServer, headers: dict[str, str]):
+def test_requests_of_a_page_of_another_site_are_refused(server, headers):
     assert server.ask("POST", "/v1/item/a", {"n": 3}, **headers).refusal == (403, "cross_site")

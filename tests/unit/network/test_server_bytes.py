@@ -92,7 +92,7 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\n\r\n"  # 26 bytes
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nTrailer: x\r\n\r\n",
     ],
 )
-def test_what_is_ambiguous_is_refused_and_ends_the_connection(world: World, data: bytes, caplog):
+def test_what_is_ambiguous_is_refused_and_ends_the_connection(world, data, caplog):
     """Two readers of it could find different requests in it: nothing behind it is read as one, nor logged."""
     answers = world.send(data + SMUGGLED)
     assert [answer.status for answer in answers if answer.status != 200] == [400]
@@ -126,14 +126,14 @@ def test_what_is_ambiguous_is_refused_and_ends_the_connection(world: World, data
         (b"GET / HTTP/1.0\r\n\r\n", 200),
     ],
 )
-def test_what_is_odd_has_one_answer(world: World, data: bytes, status: int, caplog):
+def test_what_is_odd_has_one_answer(world, data, status, caplog):
     answers = world.send(data)
     assert answers[0].status == status
     assert [answer.status for answer in answers[1:]] in ([], [200])
     assert [record.getMessage() for record in caplog.records if record.levelno >= 30] == []
 
 
-def test_a_client_that_waits_for_100_is_told_to_go_on(world: World):
+def test_a_client_that_waits_for_100_is_told_to_go_on(world):
     connection = world.connect()
     connection.send(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n")
     assert connection.answers()[0].status == 100
@@ -163,7 +163,7 @@ CHUNKED = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
         (CHUNKED + b"0\r\n", b"Trailer: b\r\n" * 1000),
     ],
 )
-def test_what_does_not_end_is_bounded_in_each_state_of_the_parser(world: World, first: bytes, more: bytes):
+def test_what_does_not_end_is_bounded_in_each_state_of_the_parser(world, first, more):
     """In one piece, and going on without end; blank lines before a request count, too."""
     for pieces in ([first + more * 7 + b"\r\n\r\n"], [first] + [more] * 20):
         connection = world.connect()
@@ -173,7 +173,7 @@ def test_what_does_not_end_is_bounded_in_each_state_of_the_parser(world: World, 
         world.check(connection)
 
 
-def test_an_upgrade_is_not_taken_and_ends_the_connection(world: World):
+def test_an_upgrade_is_not_taken_and_ends_the_connection(world):
     """The parser reads nothing after such a request."""
     connection = world.connect()
     connection.send(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + SMUGGLED)
@@ -183,7 +183,7 @@ def test_an_upgrade_is_not_taken_and_ends_the_connection(world: World):
     world.check(connection)
 
 
-def test_a_head_up_to_the_bound_is_read_however_it_is_cut(world: World):
+def test_a_head_up_to_the_bound_is_read_however_it_is_cut(world):
     head = b"GET / HTTP/1.1\r\nA: " + b"b" * (MAX_HEAD_BYTES - 100) + b"\r\n\r\n"
     for size in (len(head), 16_000, 1000):
         connection = world.connect()
@@ -193,7 +193,7 @@ def test_a_head_up_to_the_bound_is_read_however_it_is_cut(world: World):
 
 
 @pytest.mark.parametrize("is_sized", [True, False])
-def test_bodies_are_bounded(world: World, is_sized: bool):
+def test_bodies_are_bounded(world, is_sized):
     """A body that never ends is refused once it is too long, whatever its head says; no more of it is read."""
     length = b"Content-Length: 1000000000" if is_sized else b"Transfer-Encoding: chunked"
     piece = b"x" * 65536 if is_sized else b"10000\r\n" + b"x" * 65536 + b"\r\n"
@@ -204,7 +204,7 @@ def test_bodies_are_bounded(world: World, is_sized: bool):
     world.check(connection)
 
 
-def test_thousands_of_requests_at_once(world: World):
+def test_thousands_of_requests_at_once(world):
     """A few are answered, in order; who sends without reading is refused, and costs no memory."""
     connection = world.connect()
     connection.is_reading = False
@@ -226,5 +226,5 @@ _WORDS = st.sampled_from(
 
 
 @given(st.lists(_WORDS | st.binary(max_size=20), max_size=30).map(b"".join))
-def test_any_bytes(world: World, data: bytes):
+def test_any_bytes(world, data):
     world.send(data + b"\r\n\r\n")

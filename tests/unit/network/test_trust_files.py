@@ -79,7 +79,7 @@ def test_a_token_comes_from_a_file_or_standard_input(tmp_path, capsys, monkeypat
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
-def test_days_are_above_zero(text: str):
+def test_days_are_above_zero(text):
     assert days("0.5") == 0.5
     with pytest.raises(argparse.ArgumentTypeError, match="days above zero"):
         days(text)

@@ -35,7 +35,7 @@ def dataset(tmp_path) -> Path:
     return tmp_path / "d"
 
 
-def test_a_publisher_vouches_for_name_and_id(dataset: Path, make_identity):
+def test_a_publisher_vouches_for_name_and_id(dataset, make_identity):
     anne, bert = make_identity("anne"), make_identity("bert")
     created = sign_dataset(anne, dataset, "c4", OWN_ID, origins=["https://example.org/c4/", "s3://bucket/c4"])
     data = (dataset / SIGNATURE_NAME).read_bytes()
@@ -55,7 +55,7 @@ def test_a_publisher_vouches_for_name_and_id(dataset: Path, make_identity):
         check_publication(data, "c4", created.dataset_id, {anne.peer_id}, bert)
 
 
-def test_a_publisher_that_its_organisation_revoked_does_not_count(dataset: Path, network_dir, tmp_path, make_identity):
+def test_a_publisher_that_its_organisation_revoked_does_not_count(dataset, network_dir, tmp_path, make_identity):
     create_organisation(network_dir, tmp_path / "org", "acme")
     anne, bert = join(tmp_path / "org", tmp_path / "anne", "anne"), make_identity("bert")
     sign_dataset(anne, dataset, "c4", OWN_ID)
@@ -67,14 +67,14 @@ def test_a_publisher_that_its_organisation_revoked_does_not_count(dataset: Path,
     assert read_issuer(tmp_path / "org").peer_id == anne.org
 
 
-def test_a_publication_ends_at_its_own_time(dataset: Path, make_identity):
+def test_a_publication_ends_at_its_own_time(dataset, make_identity):
     bert = make_identity("bert")
     sign_dataset(bert, dataset, "c4", OWN_ID, valid_days=-2)
     with pytest.raises(ProtocolError, match=r"expired 2\.0 days ago. Its publisher signs it again"):
         read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert)
 
 
-def test_forged_publications(dataset: Path, make_identity, tmp_path):
+def test_forged_publications(dataset, make_identity, tmp_path):
     anne, bert = make_identity("anne"), make_identity("bert")
     sign_dataset(anne, dataset, "c4", OWN_ID, origins=["gs://b/c"])
     body = json.loads((dataset / SIGNATURE_NAME).read_bytes())
@@ -113,7 +113,7 @@ def test_forged_publications(dataset: Path, make_identity, tmp_path):
         "s3://bücket/d", "https://example.org/" + "x" * 3000, "https://evil\\example.org/", "",
     ],
 )  # fmt: skip
-def test_what_is_no_origin(url: str, dataset: Path, make_identity):
+def test_what_is_no_origin(url, dataset, make_identity):
     anne = make_identity("anne")
     with pytest.raises(UsageError, match="origin: expected a URL"):
         sign_dataset(anne, dataset, "c4", OWN_ID, origins=[url])
@@ -124,13 +124,13 @@ def test_what_is_no_origin(url: str, dataset: Path, make_identity):
     assert created.origins == ()
 
 
-def test_a_certificate_covers_what_it_publishes(dataset: Path, network_dir, tmp_path):
+def test_a_certificate_covers_what_it_publishes(dataset, network_dir, tmp_path):
     narrow = join(network_dir, tmp_path / "n", "n", scope=Scope(datasets=("books",)))
     with pytest.raises(UsageError, match="does not cover dataset 'c4'"):
         sign_dataset(narrow, dataset, "c4", OWN_ID)
 
 
-def test_signing_again_makes_a_later_version(dataset: Path, make_identity):
+def test_signing_again_makes_a_later_version(dataset, make_identity):
     anne = make_identity("anne")
     serials = [sign_dataset(anne, dataset, "c4", OWN_ID).serial for _ in range(3)]
     assert serials[0] < serials[1] < serials[2]
@@ -173,7 +173,7 @@ def ids(published):
     return [claim.dataset_id for claim in published[0]]
 
 
-def test_the_latest_version_counts_and_is_remembered(served: Served, tmp_path, make_identity):
+def test_the_latest_version_counts_and_is_remembered(served, tmp_path, make_identity):
     anne = make_identity("anne")
     old, new = (version(served, anne, tmp_path / f"v{number}", number) for number in (1, 2))
     only = {anne.peer_id}
@@ -194,7 +194,7 @@ def test_the_latest_version_counts_and_is_remembered(served: Served, tmp_path, m
         select_published(again, [new], only)
 
 
-def test_versions_are_of_one_publisher(served: Served, tmp_path, make_identity):
+def test_versions_are_of_one_publisher(served, tmp_path, make_identity):
     anne, bert = make_identity("anne"), make_identity("bert")
     of_anne, of_bert = version(served, anne, tmp_path / "a", 9), version(served, bert, tmp_path / "b", 1)
     result = select_published(served, [of_anne, of_bert], {anne.peer_id, bert.peer_id})

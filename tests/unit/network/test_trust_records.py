@@ -41,7 +41,7 @@ def test_scopes_count_without_a_file():
         ("allow = []", ""),
     ],
 )
-def test_who_may_read(rule: str, admitted: str, tmp_path):
+def test_who_may_read(rule, admitted, tmp_path):
     access = rules(tmp_path / "a.toml", f'[[dataset]]\nname = "c4-*"\n{rule}\n')
     allowed = [peer.peer_id[0] for peer in (ANNE, BERT, CARL) if access.check(peer, "c4-en", ID, 9, 0.0) is None]
     assert "".join(allowed) == admitted
@@ -93,7 +93,7 @@ def test_rules_are_read_again_and_garbled_ones_let_nobody_in(tmp_path):
         ("\x00", r"a\.toml:1: expected TOML"),
     ],
 )
-def test_rules_that_make_no_sense(text: str, message: str, tmp_path):
+def test_rules_that_make_no_sense(text, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         rules(tmp_path / "a.toml", text)
 

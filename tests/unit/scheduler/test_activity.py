@@ -78,7 +78,7 @@ def test_the_last_events_are_retained_with_names():
 
 
 @given(st.integers(1, 9000), st.data())
-def test_coverage_has_every_slice_in_a_cell(num_slices: int, data: st.DataObject):
+def test_coverage_has_every_slice_in_a_cell(num_slices, data):
     core = SchedulerCore(JobSpec("j", "0" * 64, np.full(num_slices, 4)))
     result, _ = core.exchange("p", ExchangeRequest(session="s", want=2), 0.0)
     used = data.draw(st.integers(0, len(result.leases)))

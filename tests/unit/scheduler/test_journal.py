@@ -106,7 +106,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", ["before ledger", "after ledger", "in database"])
-def test_killed_between_any_two_steps(tmp_path, step: str, monkeypatch):
+def test_killed_between_any_two_steps(tmp_path, step, monkeypatch):
     journal = open_journal(tmp_path)
     grant = lease(journal, "w")
 
@@ -133,7 +133,7 @@ def test_killed_between_any_two_steps(tmp_path, step: str, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [LedgerError("no space"), MemoryError("no space")])
-def test_what_could_not_be_written_is_not_answered_then_or_later(fault: Exception, tmp_path, monkeypatch):
+def test_what_could_not_be_written_is_not_answered_then_or_later(fault, tmp_path, monkeypatch):
     journal = open_journal(tmp_path)
     grant = lease(journal, "w")
 

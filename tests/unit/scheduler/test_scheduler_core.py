@@ -270,7 +270,7 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later():
 
 
 @pytest.mark.parametrize("want, at_once", [(0, 2), (1, 0)])
-def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want: int, at_once: int):
+def test_a_worker_that_ends_and_starts_again_goes_on_at_once(want, at_once):
     """One that goes on, and released slices as it cannot fetch them, leaves them to others first."""
     core = SchedulerCore(spec([3, 3]))
     grants = exchange(core, "a", want=2).leases

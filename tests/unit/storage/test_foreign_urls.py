@@ -60,7 +60,7 @@ def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation():
 @example("http://data.example/d")
 @example("az://container/d")
 @given(st.one_of(st.text(max_size=60), st.from_regex(r"(https?|s3|gs|az|file)://[ -~]{0,30}", fullmatch=True)))
-def test_whatever_a_url_is_the_error_is_the_peers(url: str):
+def test_whatever_a_url_is_the_error_is_the_peers(url):
     try:
         origin = open_untrusted_origin(url, "public")
     except NetworkError:
@@ -98,7 +98,7 @@ def sink(tmp_path, monkeypatch) -> Iterator[OriginServer]:
 
 
 @pytest.mark.parametrize("url", ["https://evil.example/d", "s3://bucket/d", "gs://bucket/d", "https://127.0.0.1/d"])
-def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(url: str, sink: OriginServer, monkeypatch):
+def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(url, sink, monkeypatch):
     """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
     result = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: result[0])
@@ -115,7 +115,7 @@ def test_a_redirect_of_a_foreign_origin_stays_on_https():
             check_redirect("https://8.8.8.8/a", target, https_only=True)
 
 
-def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer):
+def test_any_opens_an_address_inside_and_shows_it_nothing(sink):
     (sink.directory / "x").write_bytes(b"12345")
     assert open_untrusted_origin(sink.url, "any", timeouts=PATIENT).get("x", 10) == b"12345"
     assert sink.paths == ["/x"] and sink.authorizations == [""]
@@ -171,9 +171,9 @@ def web(dataset: Dataset) -> Iterator[OriginServer]:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
-    share: bool,
-    dataset: Dataset,
-    web: OriginServer,
+    share,
+    dataset,
+    web,
     make_identity,
     tmp_path,
     monkeypatch,
@@ -206,9 +206,7 @@ def test_a_dataset_behind_a_url_is_read_where_the_reader_allows_it(
 
 
 @pytest.mark.parametrize("leave", ["", "public"])
-def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
-    leave: Any, dataset: Dataset, make_identity, sink: OriginServer, tmp_path
-):
+def test_a_strangers_url_is_not_asked_and_the_honest_node_is(leave, dataset, make_identity, sink, tmp_path):
     """A claim that stands for a URL of its own comes before the honest node's; it has the files and no slice."""
     table, stranger = LocalDiscovery(), make_identity("stranger")
     urls = (f"{sink.url}/d", f"s3://bucket/d?endpoint={sink.url}", "bogus://x", "s3://bucket/d")
@@ -262,7 +260,7 @@ def test_a_worker_without_leave_ends_with_the_flags_name(make_identity, tmp_path
             worker.close()
 
 
-def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity, dataset: Dataset):
+def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity, dataset):
     """A URL that none of the claims names is not opened, whichever peer names it."""
     table = LocalDiscovery()
     with DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, table):

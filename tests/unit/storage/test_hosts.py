@@ -13,7 +13,7 @@ from forebay.storage.hosts import parse_address, parse_peer_address
     ["a..b:1", "nonsense", "", ":1", "h:0", "h:65536", "h:１", "h:1x", "h h:1", "::g:1", "a" * 64 + ":1", "-a:1",
      "a\x1b:1", "user@host:1", "a/b:1", f"{'a.' * 130}b:1", "ü..de:1"],
 )  # fmt: skip
-def test_malformed_addresses(address: str):
+def test_malformed_addresses(address):
     with pytest.raises(UsageError, match="HOST:PORT"):
         parse_address(address)
     with pytest.raises(ProtocolError, match="HOST:PORT"):
@@ -50,5 +50,5 @@ nowhere          10.0.0.9  no"""
 
 
 @pytest.mark.parametrize("ip, source, allowed", [line.split() for line in DIALS.splitlines()[1:]])
-def test_where_a_member_may_have_a_node_connect_to(ip: str, source: str, allowed: str):
+def test_where_a_member_may_have_a_node_connect_to(ip, source, allowed):
     assert may_dial(ip, source) is (allowed == "yes")

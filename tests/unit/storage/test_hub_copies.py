@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -45,7 +44,7 @@ def hub(tmp_path, monkeypatch) -> Iterator[HubServer]:
         yield server
 
 
-def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer):
+def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub):
     copy = download_hub("hf:a/b")
     num_bytes = sum(file.size for file in copy.files)
     assert [path.read_bytes() for path in copy.paths] == [
@@ -68,7 +67,7 @@ def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer):
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_what_was_fetched_is_used_without_the_hub(hub: HubServer, monkeypatch, offline: bool):
+def test_what_was_fetched_is_used_without_the_hub(hub, monkeypatch, offline):
     with pytest.raises(UnknownDatasetError):
         download_hub("hf:a/c")
     copy = download_hub("hf:a/b")
@@ -87,7 +86,7 @@ def test_what_was_fetched_is_used_without_the_hub(hub: HubServer, monkeypatch, o
 
 
 @pytest.mark.parametrize("name", ["data/train-0.jsonl", "data/train-1.jsonl"])
-def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, tmp_path, name: str):
+def test_other_bytes_than_the_hub_says_are_refused(hub, tmp_path, name):
     hub.faults.corrupt[name] = 1000
     with pytest.raises(IntegrityError, match=f"expected {name} to have the hash"):
         download_hub("hf:a/b")
@@ -96,7 +95,7 @@ def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, tmp_path, nam
     assert len(download_hub("hf:a/b").files) == 2
 
 
-def test_an_interrupted_download_is_continued(hub: HubServer):
+def test_an_interrupted_download_is_continued(hub):
     copy = download_hub("hf:a/b")
     path, data = copy.paths[0], copy.paths[0].read_bytes()
     blob = path.resolve()
@@ -115,7 +114,7 @@ def test_an_interrupted_download_is_continued(hub: HubServer):
     assert download_hub("hf:a/b").paths[0].read_bytes() == data
 
 
-def test_a_disk_that_is_full_or_too_small(hub: HubServer, monkeypatch):
+def test_a_disk_that_is_full_or_too_small(hub, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(PrepareError, match="cannot write the copy: No space left"):
         patched.setattr(
             "forebay.storage.hub_copies.fetch_range", Mock(side_effect=OSError(errno.ENOSPC, "No space left"))
@@ -128,14 +127,14 @@ def test_a_disk_that_is_full_or_too_small(hub: HubServer, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [{"path": "../../../x"}, {"path": "/tmp/x"}, {"oid": "../../x", "sha256": ""}])
-def test_a_path_or_hash_of_the_hub_leads_nowhere(hub: HubServer, monkeypatch, tmp_path, change: dict[str, str]):
+def test_a_path_or_hash_of_the_hub_leads_nowhere(hub, monkeypatch, tmp_path, change):
     monkeypatch.setattr("forebay.storage.hub_splits.HubSplit.files", lambda self: [replace(self.file(0), **change)])
     with pytest.raises(PrepareError, match="expected a file below the repository and its hash"):
         download_hub("hf:a/b")
     assert {path.name for path in tmp_path.iterdir()} <= {"hub", "cache"}
 
 
-def test_ranks_that_start_together_fetch_once(hub: HubServer):
+def test_ranks_that_start_together_fetch_once(hub):
     with ThreadPoolExecutor(6) as pool:
         copies = list(pool.map(download_hub, ["hf:a/b"] * 6))
     assert len({copy.paths for copy in copies}) == 1 and sum(hub.bytes_sent.values()) == sum(
@@ -148,7 +147,7 @@ def test_a_directory_is_not_copied(tmp_path):
         download_hub(f"hf:{tmp_path}")
 
 
-def test_a_tokenizer_by_its_name_or_alias(hub: HubServer):
+def test_a_tokenizer_by_its_name_or_alias(hub):
     result = load_tokenizer("Salesforce/codegen-350M-mono")
     assert result.eos_id is not None and result.vocab_size <= 300
     assert hub.bytes_sent.keys() == {"tokenizer.json", "tokenizer_config.json"}
@@ -158,7 +157,7 @@ def test_a_tokenizer_by_its_name_or_alias(hub: HubServer):
         load_tokenizer("gpt2")
 
 
-def test_tokenizers_that_are_not_there(hub: HubServer, monkeypatch):
+def test_tokenizers_that_are_not_there(hub, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file"):
         load_tokenizer("gtp2")
     model = write_repo(hub.directory / "models/a/slow")
@@ -168,14 +167,14 @@ def test_tokenizers_that_are_not_there(hub: HubServer, monkeypatch):
         load_tokenizer("a/slow")
 
 
-def test_a_gated_model_is_named_by_its_page(hub: HubServer):
+def test_a_gated_model_is_named_by_its_page(hub):
     (hub.directory / "models/Salesforce/codegen-350M-mono/.hub.json").write_text('{"gated": "manual"}')
     with pytest.raises(AccessError, match=f"Accept its terms on {hub.url}/Salesforce/codegen-350M-mono and set"):
         load_tokenizer("codegen-350M")
 
 
 @pytest.mark.parametrize("commit", ["../../../escape", "/tmp/absolute", "main", "C" * 40, "c" * 41])
-def test_a_commit_is_no_path(hub: HubServer, tmp_path, commit: str):
+def test_a_commit_is_no_path(hub, tmp_path, commit):
     hub.commits = {"datasets/a/b": commit, "models/Salesforce/codegen-350M-mono": commit}
     for fetch in (lambda: download_hub("hf:a/b"), lambda: fetch_tokenizer("Salesforce/codegen-350M-mono")):
         with pytest.raises(PrepareError, match="expected the hub to say its commit, 40 hex digits"):
@@ -183,7 +182,7 @@ def test_a_commit_is_no_path(hub: HubServer, tmp_path, commit: str):
     assert {path.name for path in tmp_path.iterdir()} <= {"hub", "cache"}
 
 
-def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path):
+def test_an_index_that_was_changed_leads_nowhere(hub, tmp_path):
     copy = download_hub("hf:a/b")
     (index,) = (tmp_path / "cache/datasets--a--b").glob("forebay-*.json")
     (tmp_path / "cache/secret.jsonl").write_text("secret")
@@ -209,7 +208,7 @@ def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path):
         ("ftp", "expected a redirect to http or https, got one to 'ftp'"),
     ],
 )
-def test_a_hub_that_lies(hub: HubServer, monkeypatch, lie: Any, message: str):
+def test_a_hub_that_lies(hub, monkeypatch, lie, message):
     def tree(self, repo, path):
         if lie == "ftp":
             return self.reply(302, b"", {"Location": "ftp://127.0.0.1:1/x"})
@@ -226,7 +225,7 @@ def test_a_hub_that_lies(hub: HubServer, monkeypatch, lie: Any, message: str):
         find_inputs("hf://datasets/a/b", ReadOptions())
 
 
-def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeypatch):
+def test_what_to_do_without_the_hub_fits_what_was_wanted(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for fetch, name, advice in (
         (fetch_tokenizer, "gpt2", r"or name a tokenizer\.json that is here"),

@@ -60,7 +60,7 @@ def _small(monkeypatch) -> Iterator[None]:
     numbers=st.lists(st.integers(0, 100) | st.just(-1), min_size=1, max_size=40),
     max_blocks=st.integers(12, 60),
 )
-def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers: list[int], max_blocks: int):
+def test_any_reading_gives_the_files_bytes_within_the_bounds(size, numbers, max_blocks):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "MAX_BLOCKS", max_blocks)
         file, index = _File(size), 0

@@ -1,7 +1,6 @@
 """Which files of a repository are a split: globs, cards, and the hub's rules about names."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -45,12 +44,12 @@ def paths(name: str) -> list[str]:
         ("./here:test", HubName("./here", None, "test")),
     ],
 )
-def test_names(text: str, name: HubName):
+def test_names(text, name):
     assert parse_url(f"hf://datasets/{text}") == parse_url(text) == name
 
 
 @pytest.mark.parametrize("text", ["", "a/b@x/c@y", "a/b:", "a:b:c", "@main"])
-def test_what_is_no_name(text: str):
+def test_what_is_no_name(text):
     with pytest.raises(PrepareError, match="expected hf://datasets/NAME"):
         parse_url(f"hf://datasets/{text}")
 
@@ -95,14 +94,14 @@ RULES = [
 
 
 @pytest.mark.parametrize("names, splits", RULES)
-def test_splits_by_the_names_of_files(hub: HubServer, names: list[str], splits: dict[str, list[str]]):
+def test_splits_by_the_names_of_files(hub, names, splits):
     name = repo(hub, names)
     assert {split: paths(f"{name}:{split}") for split in splits} == splits
     with pytest.raises(UsageError, match=f"expected a split among .*{min(splits)}"):
         find_split(f"{name}:nope")
 
 
-def test_a_folder_or_a_glob_in_place_of_a_configuration(hub: HubServer):
+def test_a_folder_or_a_glob_in_place_of_a_configuration(hub):
     name = repo(hub, ["data/python/train-00000-of-00001.parquet", "data/c/train-0.parquet", "data/c/test.parquet"])
     assert paths(f"{name}/data/python") == ["data/python/train-00000-of-00001.parquet"]
     assert paths(f"{name}/data/c:test") == ["data/c/test.parquet"]
@@ -126,14 +125,14 @@ CARDS = [
 
 
 @pytest.mark.parametrize("data_files, expected", CARDS)
-def test_configurations_of_the_card(hub: HubServer, data_files: Any, expected: dict[str, list[str]]):
+def test_configurations_of_the_card(hub, data_files, expected):
     card = {"configs": [{"config_name": "one", "data_files": data_files}]}
     name = repo(hub, ["a/1.csv", "a/2.csv", "b/c/3.csv"], card)
     for split, files in expected.items():
         assert paths(name + split) == paths(f"{name}/one{split}") == files
 
 
-def test_which_configuration_is_the_default(hub: HubServer):
+def test_which_configuration_is_the_default(hub):
     names = ["a/train.csv", "a/test.csv", "b/train.csv"]
     two = [{"config_name": "x", "data_dir": "a"}, {"config_name": "y", "data_files": "b/*"}]
     name = repo(hub, names, {"configs": two})
@@ -148,12 +147,12 @@ def test_which_configuration_is_the_default(hub: HubServer):
     assert paths(name) == ["b/train.csv"]
 
 
-def test_what_only_the_library_reads(hub: HubServer):
+def test_what_only_the_library_reads(hub):
     assert find_split(repo(hub, ["train/1.png", "train/2.png", "train/metadata.csv"])) is None
     assert find_split(f"{hub.directory}/datasets/a/b") is None
 
 
-def test_a_large_repository_is_not_listed_to_begin(hub: HubServer):
+def test_a_large_repository_is_not_listed_to_begin(hub):
     hub.page_size = 50
     names = [f"data/{dump}/{number:03d}.parquet" for dump in "abc" for number in range(60)]
     card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/*/*"}]}]}

@@ -69,7 +69,7 @@ def read(origin: Origin, name: str, start: int, stop: int) -> bytes:
     return b"".join(bytes(piece) for piece in origin.read(name, start, stop))
 
 
-def test_every_kind_answers_alike(origin: Origin):
+def test_every_kind_answers_alike(origin):
     size = len(CONTENT)
     for start, stop in [(0, size), (0, 1), (size - 1, size), (1000, 600_000)]:
         assert read(origin, NAME, start, stop) == CONTENT[start:stop]
@@ -88,7 +88,7 @@ def test_every_kind_answers_alike(origin: Origin):
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
-def test_an_overload_is_told(server: OriginServer, scheme: str):
+def test_an_overload_is_told(server, scheme):
     origin = open_origin(f"{server.url if scheme == 'http' else server.s3_url}/data", timeouts=PATIENT)
     server.faults.requests_per_s, server.faults.retry_after = 1e-9, "7"
     with pytest.raises(TransientError) as caught:
@@ -97,7 +97,7 @@ def test_an_overload_is_told(server: OriginServer, scheme: str):
     assert caught.value.wait_s == (7 if scheme == "http" else 0)
 
 
-def test_a_drip_is_a_stall(server: OriginServer, monkeypatch):
+def test_a_drip_is_a_stall(server, monkeypatch):
     pace = http.StreamedResponse.pace
     monkeypatch.setattr(http.StreamedResponse, "pace", lambda answer, stall_s, rate: pace(answer, 0.1, rate))
     server.faults.connection_bytes_per_s = 1e-3
@@ -105,7 +105,7 @@ def test_a_drip_is_a_stall(server: OriginServer, monkeypatch):
         read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 500_000)
 
 
-def test_other_bytes_than_were_requested(server: OriginServer):
+def test_other_bytes_than_were_requested(server):
     web, bucket = (open_origin(f"{url}/data", timeouts=PATIENT) for url in (server.url, server.s3_url))
     for _ in range(3):
         assert read(web, NAME, 5, 10) == CONTENT[5:10]
@@ -121,14 +121,14 @@ def test_other_bytes_than_were_requested(server: OriginServer):
         read(web, NAME, 10, 20)
 
 
-def test_a_proxy(server: OriginServer, monkeypatch):
+def test_a_proxy(server, monkeypatch):
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.setenv("no_proxy", "")
     assert read(open_origin("http://origin.invalid/data"), NAME, 4, 8) == CONTENT[4:8]
     assert server.paths == ["http://origin.invalid/data/slices/a%20b%2B%C3%BC.bin"]
 
 
-def test_the_hub(server: OriginServer, tmp_path, monkeypatch):
+def test_the_hub(server, tmp_path, monkeypatch):
     """A token goes to the hub and not to the store it redirects to; where an object lies is remembered."""
     monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
@@ -152,7 +152,7 @@ def test_the_hub(server: OriginServer, tmp_path, monkeypatch):
         open_origin("hf://datasets/me")
 
 
-def test_r2_names_what_is_missing(monkeypatch, server: OriginServer):
+def test_r2_names_what_is_missing(monkeypatch, server):
     set_r2(monkeypatch, server)
     names = [name for name in os.environ if name.startswith("R2_DATASET_")] + ["DATASET_BINS_PATH"]
     assert len(names) == 5
@@ -169,7 +169,7 @@ def test_r2_names_what_is_missing(monkeypatch, server: OriginServer):
 @pytest.mark.parametrize(
     "url", ["ftp://host/x", "http:///x", "s3:///x", "file://host/x", "forebay://net", "s3://b/x?secret_access_key=k"]
 )
-def test_bad_urls(url: str):
+def test_bad_urls(url):
     with pytest.raises(UsageError, match="expected"):
         open_origin(url)
 
@@ -182,7 +182,7 @@ def dataset(server: OriginServer) -> Dataset:
     return write_tokens(server.directory / "corpus", [5000] * 3)
 
 
-def test_open_remote(server: OriginServer, dataset: Dataset):
+def test_open_remote(server, dataset):
     for url in (f"{server.url}/corpus", f"{server.s3_url}/corpus", str(dataset.path)):
         result = open_remote(url, dataset_id=dataset.id)
         assert (result.id, result.manifest, result.num_slices) == (dataset.id, dataset.manifest, 3)
@@ -218,7 +218,7 @@ def test_peers_by_home(make_identity, monkeypatch):
         open_origin("forebay://absent/corpus", discovery=LocalDiscovery())
 
 
-def test_one_name_and_two_ids(dataset: Dataset, make_identity, tmp_path):
+def test_one_name_and_two_ids(dataset, make_identity, tmp_path):
     other_folder = tmp_path / "other"
     other, discovery, reader = write_tokens(other_folder, [5000] * 2), LocalDiscovery(), make_identity("reader")
     with (
@@ -235,14 +235,14 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity, tmp_path):
             open_origin(url, identity=reader, discovery=discovery, dataset_id="0" * 64).sources()
 
 
-def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer):
+def test_a_redirect_to_no_address_is_a_refusal(server):
     for location in ("http://[::1", "http://h:port/", "http://h:99999999/", "//[x]/", "gopher://h/"):
         server.redirect = location
         with pytest.raises(PermanentError):
             read(open_origin(f"{server.url}/data", timeouts=PATIENT), NAME, 0, 5)
 
 
-def test_a_redirect_that_leads_nowhere_any_more_is_asked_for_again(server: OriginServer):
+def test_a_redirect_that_leads_nowhere_any_more_is_asked_for_again(server):
     origin = open_origin(f"{server.url}/data", timeouts=PATIENT)
     with OriginServer(server.directory) as first:
         server.redirect = first.url

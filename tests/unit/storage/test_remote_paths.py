@@ -47,7 +47,7 @@ def hub(running: HubServer, monkeypatch) -> HubServer:
     return running
 
 
-def test_what_a_url_lists(hub: HubServer):
+def test_what_a_url_lists(hub):
     paths = find_paths("hf://datasets/me/mixed")
     assert [path.relative_to("mixed").as_posix() for path in paths] == [
         "README.md", "data/part-00002.parquet", "data/part-00009.parquet", "data/part-00010.parquet", "more/a.jsonl",
@@ -70,7 +70,7 @@ def test_what_a_url_lists(hub: HubServer):
         find_paths("hf://datasets/me")
 
 
-def test_a_path_reads_as_one_of_this_machine(hub: HubServer):
+def test_a_path_reads_as_one_of_this_machine(hub):
     *_, path, _ = find_paths("hf://datasets/me/mixed/*.npy")
     local = hub.directory / "datasets/me/mixed" / path.name
     assert (path.name, path.suffix, path.stat().st_size) == (local.name, ".npy", local.stat().st_size)
@@ -86,7 +86,7 @@ def test_a_path_reads_as_one_of_this_machine(hub: HubServer):
         missing.open()
 
 
-def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path):
+def test_tokens_of_a_url_and_types_that_must_be_told(hub, tmp_path):
     folder = hub.directory / "datasets/me/mixed"
     report = convert("hf://datasets/me/mixed/*.npy", tmp_path / "a", "forebay", ConvertOptions())
     convert(f"{folder}/*.npy", tmp_path / "b", "forebay", ConvertOptions())
@@ -103,7 +103,7 @@ def test_tokens_of_a_url_and_types_that_must_be_told(hub: HubServer, tmp_path):
         convert("hf://datasets/me/mixed/more", tmp_path / "e", "forebay", ConvertOptions(dtype="U16"))
 
 
-def test_a_format_that_is_mapped_needs_the_file_here(hub: HubServer, tmp_path):
+def test_a_format_that_is_mapped_needs_the_file_here(hub, tmp_path):
     repo = write_repo(hub.directory / "datasets/me/archive")
     rows = {"x": np.random.default_rng(0).random((10_000, 8)), "y": np.arange(10_000)}
     for save, name in ((np.savez, "a"), (np.savez_compressed, "b")):

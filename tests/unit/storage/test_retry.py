@@ -41,7 +41,7 @@ def looks(monkeypatch) -> Iterator[Looks]:
     until(lambda: not waits.is_watched)
 
 
-def test_each_wait_is_named_until_it_ends_by_one_thread(caplog, looks: Looks):
+def test_each_wait_is_named_until_it_ends_by_one_thread(caplog, looks):
     def broken():
         raise ValueError("gone")
 
@@ -64,7 +64,7 @@ def test_each_wait_is_named_until_it_ends_by_one_thread(caplog, looks: Looks):
 
 
 @given(st.integers(1, 10_000), st.floats(0.01, 5), st.floats(5, 60), st.floats(0, 100))
-def test_waits_grow_to_a_bound_and_heed_what_was_asked(tried: int, first: float, max_s: float, asked: float):
+def test_waits_grow_to_a_bound_and_heed_what_was_asked(tried, first, max_s, asked):
     wait_s = backoff_s(tried, first, max_s, asked)
     planned = min(max_s, first * 2.0 ** min(tried - 1, 60))
     assert max(asked, planned / 2) <= wait_s <= max(asked, planned * 1.5)
