@@ -34,7 +34,7 @@ class ServerLimits:
     connections: int = 256  # concurrent, handshakes included
     connections_per_peer: int = 64
     connections_per_organisation: int = 192
-    handshakes_per_address: int = 64  # unfinished, per IP address or /64
+    handshakes_per_address: int = 128  # unfinished, per IP address or /64
     requests_per_peer: int = 64  # concurrent, long polls included
     requests_per_organisation: int = 192
     requests_per_s: float = 2000.0  # the burst is twice as many

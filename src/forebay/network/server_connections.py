@@ -36,6 +36,7 @@ from forebay.network.crl_exchange import CRLS
 from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, decrease
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity
+from forebay.recent import RecentDict
 from forebay.storage.hosts import is_loopback
 from forebay.threads import failures as thread_failures
 
@@ -46,6 +47,7 @@ MAX_PIPELINED = 16
 MAX_HEAD_BYTES = 32 << 10
 SLOW_S = 2.0
 MAX_DELAY_S = 5.0
+MAX_MEMBER_HOSTS = 4096
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".localdomain", ".home.arpa", ".lan", ".svc")
 logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings of malformed requests could fill a disk
 
@@ -63,6 +65,7 @@ class ConnectionTable:
         self._connections: dict[PeerProtocol, None] = {}
         self._by_peer = Counter[str]()
         self._by_org = Counter[str]()
+        self._member_hosts = RecentDict[str, None](MAX_MEMBER_HOSTS)  # addresses of members that completed a handshake
 
     def __len__(self) -> int:
         return len(self._handshakes) + len(self._connections)
@@ -74,15 +77,16 @@ class ConnectionTable:
     def has_room(self, address: str) -> bool:
         """Whether a handshake may start; ends another connection for it where that is fair.
 
-        First ends the oldest handshake of the address that has most; then a connection of the peer that has most, or of
-        the group, which waits for its client. Strangers thus take no place from members.
+        First ends the oldest handshake of the address that has most, those of members last; then a connection of the
+        peer that has most, or of the group, which waits for its client. Strangers thus take no place from members.
         """
         address = network_prefix(address, 32, 64)
         by_address = Counter(host for host, _ in self._handshakes.values())
         is_crowded = by_address[address] >= self.limits.handshakes_per_address
         if not is_crowded and len(self) < self.limits.connections:
             return True
-        busiest = address if is_crowded else max(by_address, key=by_address.__getitem__, default="")
+        others = [host for host in by_address if host not in self._member_hosts] or by_address
+        busiest = address if is_crowded else max(others, key=by_address.__getitem__, default="")
         oldest = next((task for task, (host, _) in self._handshakes.items() if host == busiest), None)
         if oldest is not None:
             self._refuse(oldest)
@@ -122,6 +126,8 @@ class ConnectionTable:
             self.num_refused += 1
             return False
         self._connections[connection] = None
+        if connection.peer.peer_id:
+            self._member_hosts[network_prefix(connection.address, 32, 64)] = None
         self._by_peer[party] += 1
         self._by_org[group] += 1
         return True

@@ -135,6 +135,14 @@ def test_handshakes_of_an_address(start):
     assert other.cancelled() and server.server.num_connections == 1
 
 
+def test_a_crowd_of_strangers_ends_no_handshake_of_an_address_of_members(start):
+    server = start(connections=8)
+    server.connect("member", "10.0.0.1").hang_up()
+    member, stranger = server.knock("10.0.0.1"), server.knock("10.0.0.2")
+    crowd = [server.knock(f"10.1.0.{number}") for number in range(20)]
+    assert stranger.cancelled() and not member.cancelled() and sum(not task.cancelled() for task in crowd) == 7
+
+
 # Requests.
 
 
