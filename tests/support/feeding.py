@@ -183,11 +183,11 @@ def check_cache(directory: Path) -> int:
     return complete
 
 
-def change_while_fetching(cache: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> list[Path]:
+def change_while_fetching(cache: Path, monkeypatch: pytest.MonkeyPatch, how: str, writes=(2, 5, 11)) -> list[Path]:
     """Have another program delete, replace or touch a cache's files before some writes; returns their paths."""
 
     def write(*args: Any) -> None:
-        if next(numbers) in (2, 5, 11):
+        if next(numbers) in writes:
             for path in cache.glob("?" * 64):
                 changed.append(path)
                 if how == "replace":
