@@ -165,7 +165,7 @@ class ChunkCache(SharedState):
         self._stored += size
         for _ in range(_CREATE_TRIES - 1):
             create(*paths, info)
-            with contextlib.suppress(FileNotFoundError):  # Another program deleted it.
+            with contextlib.suppress(OSError):  # Unless another program deleted or replaced it.
                 return ChunkFile(*paths, info)
         create(*paths, info)
         return ChunkFile(*paths, info)
