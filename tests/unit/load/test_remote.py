@@ -222,7 +222,7 @@ def test_files_that_others_delete_are_fetched_again(server, tmp_path, pattern):
 
 
 @pytest.mark.parametrize("keep", ["budget", "window"])
-@pytest.mark.parametrize("how", ["delete", "replace", "touch"])
+@pytest.mark.parametrize("how", ["delete", "touch"])
 def test_files_that_others_change_during_a_fetch_are_fetched_again(server, tmp_path, monkeypatch, how, keep):
     expected = [batch.inputs.tolist() for batch in Loader(server.directory, **ONE_BY_ONE)]
     changed = change_while_fetching(tmp_path / "cache", monkeypatch, how)
