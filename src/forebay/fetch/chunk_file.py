@@ -99,7 +99,7 @@ class ChunkFile:
             return isinstance(error, FileNotFoundError)
 
     def is_same_file(self, other: "ChunkFile | None") -> bool:
-        """Whether another entry, of this name, is of the same file."""
+        """Return whether another entry of this name is of the same file."""
         return other is not None and self._inode == other._inode
 
     def open_file(self) -> FileIO:

@@ -271,7 +271,7 @@ class RunFetcher(Closing):
                     self._request_elsewhere(run, source, now)
 
     def _least_bytes_per_s(self, run: ChunkRun, source: Origin) -> float:
-        """What a source that others named must send: an eighth of the median of others; 32 KiB/s beside another."""
+        """Return the least that a source which others named must send: 1/8 of the median; 32 KiB/s beside another."""
         with self._changed:
             speeds = sorted(s.speed for url, s in self._sources.items() if s.speed and url != source.url)
         usual = speeds[len(speeds) // 2] if speeds else 0.0

@@ -150,7 +150,7 @@ class SwarmReader:
         return self.origin.sources()
 
     def is_direct(self, index: int) -> bool:
-        """Whether the data nodes are asked for a slice, without a tracker."""
+        """Return whether the data nodes are asked for a slice, without a tracker."""
         return self.now() < self._direct_until or index in self._direct
 
     def _notify(self) -> None:

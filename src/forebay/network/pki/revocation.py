@@ -229,7 +229,7 @@ class Revocations:
         return self
 
     def _is_listed(self, issuer: str, peer_id: str) -> bool:
-        """Whether the current CRL of an issuer revokes a peer."""
+        """Return whether the current CRL of an issuer revokes a peer."""
         crl = self._crls.get(issuer)
         return crl is not None and serial_number_of(peer_id) in crl.serials
 
