@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
-from forebay.errors import DatasetError, PrintableUrl, UsageError
+from forebay.errors import DatasetError, PrintableUrl, UsageError, unknown_name
 from forebay.files import sync_directory, sync_file
 from forebay.formats.base import get_format, names_with
 from forebay.formats.bucket_sink import remove_path, stage_beside, write_to_bucket
@@ -65,7 +65,7 @@ class ConversionReport:
 def format_named(to: str) -> str:
     """Return the name of a format that can be written. Raises UsageError if it is none."""
     if to not in written_formats():
-        raise UsageError(f"convert: expected a format of {', '.join(written_formats())}; got {to!r}.")
+        raise unknown_name("convert: --to", written_formats(), to)
     return to
 
 

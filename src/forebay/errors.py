@@ -4,8 +4,9 @@ A message says what failed, what was expected, what was received, where, and the
 has a secret of a URL (a user, a password, a signature), or a control character of somebody else's words.
 """
 
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
@@ -151,6 +152,20 @@ class StateError(ForebayError):
 
 class UsageError(ForebayError):
     """Invalid arguments, configuration or files of the caller."""
+
+
+def did_you_mean(given: object, names: Iterable[object]) -> str:
+    """Return " Did you mean 'x'?" of the names that are similar to a mistyped one; "" if none is."""
+    texts = [str(name) for name in names]
+    near = difflib.get_close_matches(str(given), texts, 2, 0.6)
+    near = near or [name for name in texts if len(str(given)) > 1 and name.startswith(str(given))]
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def unknown_name(what: str, names: Collection[object], got: object) -> UsageError:
+    """Return the error of a setting, or of an argument, that is not one of these names."""
+    choices = ", ".join(map(str if all(isinstance(name, str) for name in names) else repr, names))
+    return UsageError(f"{what}: expected one of {choices}, got {got!r}.{did_you_mean(got, names)}")
 
 
 class MissingPackageError(UsageError, ImportError):

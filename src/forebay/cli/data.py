@@ -233,7 +233,8 @@ def _convert(args: Namespace) -> None:
 
     options = _convert_options(args)
     if (args.out is None) == (args.out_named is None):
-        raise UsageError("convert: expected one OUT, behind SRC or by --out, got none or both.")
+        got = "none" if args.out is None else f"{args.out} and --out {args.out_named}"
+        raise UsageError(f"convert: expected one OUT, behind SRC or by --out, got {got}.")
     args.source, args.out = path_or_url(args.source), path_or_url(args.out or args.out_named)
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
@@ -311,6 +312,7 @@ def _doctor(args: Namespace) -> bool:
 
 
 def _mirror(args: Namespace) -> None:
+    from forebay.dataset.reader import open_dataset
     from forebay.mirror import holds_shards, mirror, mirror_by_swarm, mirror_shards
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote
@@ -323,6 +325,8 @@ def _mirror(args: Namespace) -> None:
             )
         return show(args, shown)
     source = args.source
+    if "://" not in source:
+        open_dataset(source, verify="never")  # Its error says what a directory has that is not a dataset.
     if args.publisher is not None:
         if not source.startswith("forebay://"):
             raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")

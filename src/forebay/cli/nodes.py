@@ -9,6 +9,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from forebay.cli.running import (
     terminate_on_stdin_close,
     until_stopped,
 )
-from forebay.errors import LeaseError, UsageError
+from forebay.errors import LeaseError, UsageError, did_you_mean
 from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
@@ -271,7 +272,7 @@ def _coordinate(args: Namespace) -> None:
     from forebay.coordinator.server import Coordinator
 
     host, port = address(args.listen)
-    identity = None
+    identity, config = None, _run_config(args)
     if args.identity is not None:
         identity = load_identity(args)
     elif not is_loopback(host):
@@ -288,7 +289,7 @@ def _coordinate(args: Namespace) -> None:
         args.workers_per_member,
     )  # fmt: skip
     coordinator = Coordinator(
-        host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
+        host, port, state_dir=args.state, rules=rules, config=config, identity=identity,
         on_note=print_note,
     )  # fmt: skip
     stop = stop_event()
@@ -303,10 +304,15 @@ def _coordinate(args: Namespace) -> None:
 
 def _run_config(args: Namespace) -> dict[str, Any]:
     """The settings for all workers: the file's, with those of --set laid over them."""
+    from forebay.worker.config import WorkerConfig
+
     config = (read_toml(args.config) if args.config is not None else {}) | parse_settings(args.set)
     wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]
     if wrong:
         raise UsageError(f"coordinator: expected plain values as settings, got {', '.join(wrong)} of another kind.")
+    names = [field.name for field in fields(WorkerConfig)]
+    for key in sorted(config.keys() - set(names)):
+        print_note(f"{key}: python -m forebay.worker has no such setting.{did_you_mean(key, names)}")
     for key in ("batch_size", "seq_len", "num_steps"):
         if type(config.get(key, 1)) is not int or config.get(key, 1) < 1:
             raise UsageError(f"coordinator: expected {key} of at least 1, got {config[key]!r}.")

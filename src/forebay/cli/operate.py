@@ -78,7 +78,7 @@ def _top(args: Namespace) -> None:
             show_top(source, replay=args.replay)
         except MALFORMED as error:
             raise StateError(
-                f"top: expected views of this version from {args.target}, got others ({type(error).__name__}: {error})."
+                f"top: the views of {args.target} are not of this version ({type(error).__name__}: {error})."
             ) from error
 
 

@@ -5,21 +5,20 @@ Texts of files are printed, too: control characters are filtered here once more.
 
 import argparse
 import datetime as dt
-import difflib
 import json
 import logging
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from forebay.errors import PrintableUrl, printable
+from forebay.errors import PrintableUrl, did_you_mean, printable
 
 PANELS = {
     "Data": (
@@ -52,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         options = {"allow_abbrev": False, "formatter_class": _Help, "conflict_handler": "resolve", **options}
         super().__init__(**options)
 
+    _words: Sequence[str] = ()
     takes_command = False
     """Whether what stands behind `--` is a command of its own: `args.command`, a list."""
 
@@ -79,13 +79,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""
-        stop = "" if message.endswith("?") else "."
+        known = self._option_string_actions
+        unknown = [word for word in self._words if word.startswith("--") and word.partition("=")[0] not in known]
+        if unknown and message.startswith("the following arguments are required"):  # argparse reports these first.
+            message = f"unrecognized arguments: {PrintableUrl(unknown[0])}.{did_you_mean(unknown[0], known)}"
+        stop = "" if message.endswith(("?", ".")) else "."
         report_failure("UsageError", f"{message}{stop} See `{self.prog} --help`.", "--json" in sys.argv)
         sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of argparse; refuses unknown arguments here, where similar options are known."""
         command = []
+        self._words = args = list(sys.argv[1:] if args is None else args)
         if self.takes_command and "--" in args:
             position = args.index("--")
             args, command = args[:position], args[position + 1 :]
@@ -95,16 +100,18 @@ class Parser(argparse.ArgumentParser):
         if self.takes_command:
             namespace.command = command
         if unknown:
-            named = [text.partition("=")[0] for text in unknown if text.startswith("-")]
-            near = _suggestion(named, self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(map(PrintableUrl, unknown))}{near}")
+            named = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
+            hint = did_you_mean(named, self._option_string_actions)
+            if self.takes_command and not (named or command):
+                hint = f" Write -- before a command: {self.prog} … -- {' '.join(map(PrintableUrl, unknown))}"
+            self.error(f"unrecognized arguments: {' '.join(map(PrintableUrl, unknown))}.{hint}")
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            near = _suggestion([str(value)], choices) or f". Expected one of {', '.join(choices)}"
-            raise argparse.ArgumentError(action, f"{PrintableUrl(value)!r} is not known{near}")
+            near = did_you_mean(value, choices) or f" Expected one of {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"{PrintableUrl(value)!r} is not known.{near}")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -114,12 +121,6 @@ class _Help(argparse.RawDescriptionHelpFormatter):
             return text
         shown = f"{default:g}" if isinstance(default, float) else str(default).replace("%", "%%")
         return text if "default" in text or f"({shown})" in text else f"{text} (default: {shown})"
-
-
-def _suggestion(words: Iterable[str], candidates: Iterable[str]) -> str:
-    candidates = list(candidates)
-    near = dict.fromkeys(match for word in words for match in difflib.get_close_matches(word, candidates, 2, 0.6))
-    return f". Did you mean {' or '.join(near)}?" if near else ""
 
 
 def panels(abouts: dict[str, str]) -> str:

@@ -92,9 +92,7 @@ def _prepare(args: Namespace) -> None:
 
 def _recipe(args: Namespace) -> Recipe:
     """The shipped recipe, changed by the file, then by single settings, then by options."""
-    from forebay.plugins import plugins
-    from forebay.prepare.config import load_recipe, merge, stage_group
-    from forebay.prepare.dedup.methods import KINDS
+    from forebay.prepare.config import check_method, load_recipe, merge, stage_group
 
     options = {
         "name": args.name, "sample": args.sample,
@@ -106,9 +104,7 @@ def _recipe(args: Namespace) -> Recipe:
         for stage in stage_group(name):
             settings = merge(settings, {stage: {}})
     for name in _names(args.dedup):
-        if name not in KINDS and name not in plugins("forebay.dedup"):
-            raise UsageError(f"--dedup {name!r}: expected some of {', '.join(KINDS)}.")
-        settings = merge(settings, {"dedup": {name: True}})
+        settings = merge(settings, {"dedup": {check_method(name): True}})
     return load_recipe(args.recipe, args.config, settings, allow_code=args.allow_code)
 
 

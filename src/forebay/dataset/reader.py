@@ -40,6 +40,7 @@ _COMPANIONS = (
     ".progress.json",
 )  # fmt: skip
 _SIGNATURES = "signatures"
+_WRITERS = "`forebay prepare --out` or `forebay import`"
 LEAVES_AT_ONCE = 1 << 15
 
 
@@ -279,8 +280,8 @@ class Dataset:
             if wrong < 0 and len(data) == edges[-1]:
                 return leaves
         raise DatasetError(
-            f"{self.url}/{CHUNKS_FILE}: expected the hashes of {self.table.row(max(wrong, start)).name}, got others. "
-            "Fetch or prepare the file again."
+            f"{self.url}/{CHUNKS_FILE}: its hashes are not those of {self.table.row(max(wrong, start)).name}. Fetch or "
+            "prepare the file again."
         )
 
     def _read_leaves(self, first: int, count: int) -> Iterator[bytes]:
@@ -481,7 +482,6 @@ def _read(folder: Path, name: str) -> bytes:
     except OSError as error:
         what = "a file" if folder.is_file() else f"a directory without {name}" if folder.is_dir() else "nothing there"
         what = what if isinstance(error, FileNotFoundError | NotADirectoryError) else error.strerror or str(error)
-        raise DatasetError(
-            f"{folder}: expected a dataset (a directory with {name}), got {what}. "
-            "Give the directory that `forebay prepare --out` or `forebay import` wrote."
-        ) from error
+        is_inside = (folder.parent / name).is_file()
+        advice = f"Did you mean {folder.parent}?" if is_inside else f"Give one that {_WRITERS} wrote."
+        raise DatasetError(f"{folder}: expected a dataset (a directory with {name}), got {what}. {advice}") from error

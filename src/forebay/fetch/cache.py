@@ -366,7 +366,7 @@ class ChunkCache(SharedState):
             if info is not None:
                 if size == info.offset + info.bytes:
                     return ChunkFile(path, map_path, info)
-                log.warning("%s: expected bytes of that id, got others. They are fetched again.", path)
+                log.warning("%s: its bytes do not have that id. They are fetched again.", path)
         except FileNotFoundError:
             self._is_miscounted = map_path.exists()
         for file in (path, map_path):  # Not completed before a kill, truncated, or without its other half.

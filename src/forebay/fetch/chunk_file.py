@@ -180,7 +180,7 @@ class ChunkFile:
                 list(pool.map(verify_chunk, order))
         is_right = bool((self.marks[doubtful] == PRESENT).all())
         if not is_right:
-            _log.warning("%s: expected bytes of that id, got others. They are fetched again.", self.path)
+            _log.warning("%s: its bytes do not have that id. They are fetched again.", self.path)
         return is_right
 
     def record_write(self) -> None:

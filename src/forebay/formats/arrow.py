@@ -169,7 +169,7 @@ class SavedDataset(external.ExternalDataset):
         lengths = np.concatenate([pc.list_value_length(lists).to_numpy(zero_copy_only=False) for lists in batches])
         values = [lists.flatten() for lists in batches]
         if (lengths < 0).any() or any(value.null_count for value in values):
-            raise DatasetError(f"{path}: expected lists of token ids without gaps, got others. Write it again.")
+            raise DatasetError(f"{path}: expected lists of token ids, got null among them. Write it again.")
         pieces = [external.as_tokens(value.to_numpy(zero_copy_only=True), path) for value in values]
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return tokens, np.cumsum(lengths, dtype=np.uint64)

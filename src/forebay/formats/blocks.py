@@ -227,7 +227,7 @@ def merge_indexes(parts: Mapping[str, dict[str, Any]]) -> bytes:
     entries = []
     for prefix, index in parts.items():
         if _settings(index) != _settings(first):
-            raise DatasetError(f"{prefix}: expected the columns of {next(iter(parts))}, got others. Write them alike.")
+            raise DatasetError(f"{prefix}: its columns are not those of {next(iter(parts))}. Write them alike.")
         entries += [_with_prefix(entry, prefix) for entry in index[key]]
     merged = {**first, key: entries}
     if "updated_at" in first:

@@ -184,8 +184,8 @@ class BucketSink(FileSink):
         if index < len(self._records):
             if self._records[index][0] != _without_parts(file):
                 raise DatasetError(
-                    f"{self._store.url}/{file.name}: expected the bytes that an earlier run wrote, got others. Its "
-                    "inputs or the program changed: choose another prefix."
+                    f"{self._store.url}/{file.name}: the bytes are not those that an earlier run wrote. Its inputs or "
+                    "the program changed: choose another prefix."
                 )
             path.unlink()
             return
@@ -284,8 +284,7 @@ def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> Non
         before = {file[0]: file[1:] for file in stored["files"]}
         names = sorted(file[0] for file in plan["files"] if before.pop(file[0], None) != file[1:]) or sorted(before)
         raise DatasetError(
-            f"{names[0]}: expected the input with which the conversion to {printable_url(url)} began, got another. "
-            "Choose another prefix."
+            f"{names[0]}: the input changed after the conversion to {printable_url(url)} began. Choose another prefix."
         )
     raise UsageError(
         f"{printable_url(url)}: expected the settings with which the conversion began, got other "

@@ -19,7 +19,7 @@ from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, Position, Positioned, TableSource
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
-from forebay.formats.records import Record, keys_of, to_record
+from forebay.formats.records import Record, key_advice, keys_of, to_record
 from forebay.formats.report import Report, check_rows
 from forebay.formats.tables import contains, input_of, rows_at_once, tensor_shape
 
@@ -131,8 +131,7 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
             got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
             got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
             raise UnreadableInputError(
-                f"{file.path}: expected a text column {key!r}, got columns {got}. Name it with text_key "
-                "(--set read.text_key=NAME)."
+                f"{file.path}: expected a text column {key!r}, got columns {got}. {key_advice(options, schema.names)}."
             )
     return list(types)
 
@@ -248,7 +247,7 @@ def common_schema(paths: Sequence[Path], schemas: Sequence[pa.Schema]) -> pa.Sch
         other = [f"{f.name}: {f.type}" for f in schema if names.pop(f.name, None) != f.type] or list(names)
         if other:
             raise DatasetError(
-                f"{path}: expected the columns of {paths[0]}, each once, got others ({', '.join(other)[:300]}). "
+                f"{path}: expected the columns of {paths[0]}, each once, got a difference in {', '.join(other)[:300]}. "
                 "Rename them, or convert two tables."
             )
     stored = (

@@ -264,7 +264,7 @@ def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
             path = path_below(folder, file.basename)
             return blocks.Block(path, shard.samples, num_bytes, file.bytes, codec, name, hashes.get(name, ""))
     path = folder / shard.raw_data.basename
-    raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
+    raise DatasetError(f"{path}: it is missing, and so is its compressed form. Fetch it again.")
 
 
 def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> Array:

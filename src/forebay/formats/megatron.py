@@ -203,8 +203,8 @@ def read_index(idx: Path, data: Path) -> Index:
         rising = bool((some[1:] >= some[:-1]).all()) and int(some[0]) >= before and int(some[-1]) <= sequences
         if not rising or (a == 0 and some[0] != 0):
             raise DatasetError(
-                f"{idx}: expected document bounds that rise from 0 to at most {sequences}, got others. "
-                "The index is damaged; fetch it again."
+                f"{idx}: expected document bounds that rise from 0 to at most {sequences}, got {int(some[0])} to "
+                f"{int(some[-1])} at document {a}. The index is damaged; fetch it again."
             )
         before = int(some[-1])
     if total * kind.itemsize != data_bytes:

@@ -6,7 +6,7 @@ Hides: dotted keys, the shapes in which conversations are stored, and characters
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from decimal import Decimal
@@ -156,17 +156,38 @@ def to_record(index: int, row: Row, options: ReadOptions, location: str = "", st
     if problem:
         return Record(index, name, text[:SHOWN_CHARS], problem=problem, location=location, start=start)
     if not text:
-        return Record(index, name, location=location, start=start, missing=_missing(row, keys_of(options)[0]))
+        return Record(index, name, location=location, start=start, missing=_missing(row, options))
     values = values_of(row, options)
     return Record(index, name, text, url, location=location, start=start, values=values, fields=fields)
 
 
-def _missing(row: Row, keys: Sequence[str]) -> str:
+_PAIRS = (
+    ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"),
+)  # fmt: skip
+
+
+def key_advice(options: ReadOptions, names: Collection[str]) -> str:
+    """Return the setting that names the text of records with these fields."""
+    if options.messages_key:
+        pairs = [pair for pair in _PAIRS if set(pair) <= set(names)]
+        if pairs:
+            prompt, response = pairs[0]
+            keys = f'--set read.messages_key="" --set read.prompt_key={prompt} --set read.response_key={response}'
+            return f"Pairs are read with {keys}"
+        return "Name the list of messages with --set read.messages_key=NAME"
+    if chats := [name for name in ("messages", "conversations") if name in names]:
+        return f"These are chats: --recipe sft --set read.messages_key={chats[0]}"
+    return "Name it with --set read.text_key=NAME"
+
+
+def _missing(row: Row, options: ReadOptions) -> str:
+    keys = keys_of(options)[0]
     if ALL_FIELDS in keys or any(key in row or key.partition(".")[0] in row for key in keys):
         return ""
     names = [str(name)[:40] for name in row]
     got = f" among {', '.join(names[:8])}" + " …" * (len(names) > 8) if names else ""
-    return f"expected text under {', '.join(map(repr, keys))}, got nothing{got}, in every record"
+    expected = ", ".join(map(repr, keys))
+    return f"expected text under {expected}, got nothing{got}, in every record. {key_advice(options, row)}."
 
 
 def source_of(row: Row, options: ReadOptions) -> tuple[str, str]:

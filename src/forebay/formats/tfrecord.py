@@ -76,7 +76,8 @@ class TFRecord(Format):
             for name, (kind, values) in row.items():
                 if kinds.setdefault(name, kind) != kind:
                     raise DatasetError(
-                        f"{location}: expected feature {name!r} of one type, got another. Write it again."
+                        f"{location}: expected feature {name!r} of kind {kinds[name]}, as before, got {kind}. Write it "
+                        "again."
                     )
                 if len(values) != 1:
                     lists.add(name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.errors import UsageError
+from forebay.errors import UsageError, unknown_name
 from forebay.order.step_index import BatchSizes, check_integer
 
 MAX_WORLD_SIZE = 4096
@@ -37,7 +37,7 @@ _POD_INDEX = "JOB_COMPLETION_INDEX"  # The rank in an indexed job of Kubernetes,
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raises UsageError unless `value` is one of `choices`."""
     if value not in choices:
-        raise UsageError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}.")
+        raise unknown_name(name, choices, value)
 
 
 def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:

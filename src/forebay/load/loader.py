@@ -22,7 +22,7 @@ from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import Batches, BatchT, Convert, Opened, RunningSource, Take
 from forebay.load.environment import close_at_exit, write_stats
 from forebay.load.loader_plan import LoaderPlan, make_lease_state, step_of_lease_state
-from forebay.load.options import LoaderArguments, LoaderConfig, changed
+from forebay.load.options import LoaderArguments, LoaderConfig, changed, refuse_unknown
 from forebay.load.prefetch import Prefetcher
 from forebay.load.sources import DatasetSource, Mixture
 from forebay.load.state import make_state, step_of_state
@@ -103,6 +103,7 @@ class Loader(RunningSource[BatchT]):
         self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None, packing: str = "concat",
         document_masks: bool = False, **arguments: Unpack[LoaderArguments],
     ) -> None:  # fmt: skip
+        refuse_unknown(arguments)
         config = LoaderConfig(
             dataset, seq_len, packing=packing, document_masks=document_masks, **arguments,  # type: ignore[arg-type]
         )  # fmt: skip

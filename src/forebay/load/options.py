@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from forebay.dataset.reader import Dataset
-from forebay.errors import UsageError
+from forebay.errors import UsageError, did_you_mean
 from forebay.load.arguments import batch_sizes, check_choice
 from forebay.load.packing import DocumentSubset
 from forebay.load.samples import PACKINGS, SPLITS
@@ -228,6 +228,11 @@ class LoaderConfig:
             check_integer(name, getattr(self, name), 1)
         check_choice("packing", self.packing, PACKINGS)
         check_choice("split", self.split, SPLITS)
+        if self.split == "validation" and self.scheduler is None and not self.samples.validation_fraction:
+            raise UsageError(
+                "split='validation': expected SampleOptions.validation_fraction above 0, got 0. Give "
+                "samples=forebay.SampleOptions(validation_fraction=0.01)."
+            )
         check_choice("shuffle", self.shuffle, (True, False))
         check_choice("document_masks", self.document_masks, (True, False))
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
@@ -303,12 +308,29 @@ class LoaderConfig:
 
 def _as_options(name: str, value: object, kind: Any) -> object:
     """A setting as its options object; None for the defaults, a name for the tier of a cache."""
-    if value is None or (isinstance(value, str) and kind is CacheOptions):
+    if value is None or (kind is CacheOptions and value in ("disk", "ram")):
         return kind(**({} if value is None else {"tier": value}))
     if not isinstance(value, kind):
         expected, got = kind.__name__, type(value).__name__
+        if isinstance(value, str) and kind is CacheOptions:
+            raise UsageError(
+                f"cache: expected 'disk', 'ram' or CacheOptions, got {value!r}. Give a path as cache_dir=."
+            )
         raise UsageError(f"{name}: expected {expected}, got {got}. Use {name}=forebay.{expected}(...).")
     return value
+
+
+def refuse_unknown(arguments: Mapping[str, object]) -> None:
+    """Raise TypeError for arguments that the Loader does not have, with the options object that has them."""
+    own = {field.name: field.default for field in fields(LoaderConfig)}
+    for name in arguments.keys() - own.keys():
+        advice = did_you_mean(name, own)
+        for group, default in own.items():
+            if is_dataclass(default) and hasattr(default, name):
+                advice = f" Give it as {group}=forebay.{type(default).__name__}({name}=...)."
+        if name in ("num_workers", "workers"):
+            advice = " Give it to loader.to_torch(num_workers=...)."
+        raise TypeError(f"Loader: expected no argument {name!r}, got one.{advice}")
 
 
 def changed(settings: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,14 +47,13 @@ class Mixture:
             )
         vars(self)["datasets"] = {name: named(source) for name, source in self.datasets.items()}
         try:
+            if unknown := sorted({name for _, weights in self.changes for name in weights} - set(self.datasets)):
+                raise UsageError(f"mixture: expected weights of {', '.join(self.datasets)}, got {', '.join(unknown)}.")
             _ = self.plan  # Checks the weights.
-            names = {name for _, weights in self.changes for name in weights}
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(
                 f"mixture: expected weights {{name: weight}}, or [(step, {{name: weight}})], got {self.weights!r:.200}."
             ) from error
-        if unknown := sorted(names - set(self.datasets)):
-            raise UsageError(f"mixture: expected weights of {', '.join(self.datasets)}, got {', '.join(unknown)}.")
 
     @property
     def changes(self) -> list[tuple[int, Mapping[str, float]]]:
@@ -129,6 +129,7 @@ def open_dataset(
     """
     if isinstance(source, Dataset):
         return source
+    _check_source(source)
     text = str(source)
     if "://" in text and not text.startswith("file://"):
         from forebay.storage.origins import open_remote  # A local dataset needs no network packages.
@@ -144,7 +145,8 @@ def open_dataset(
             if external.left_out:
                 _log.warning("%s: columns left out beside the tokens: %s", path, ", ".join(external.left_out))
             return external
-        if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        is_inside = (path.parent / MANIFEST_FILE).is_file()
+        if not is_inside and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
             raise DatasetError(
                 f"{path}: expected a dataset, got files of another kind. Make one: of text `forebay prepare`, of "
                 "tables, tokens and images `forebay convert`. forebay.TextStream reads text as it is."
@@ -178,18 +180,26 @@ def open_datasets(
     return datasets
 
 
+def _check_source(source: object) -> None:
+    """Raise UsageError unless `open_dataset` may take it."""
+    if not isinstance(source, (str, os.PathLike, Dataset)):
+        example = "forebay.Mixture({'web': 'a', 'books': 'b'}, {'web': 0.7, 'books': 0.3})"
+        is_list = isinstance(source, (list, tuple, Mapping))
+        advice = f"Several are read by {example}" if is_list else "Write data to a file first"
+        raise UsageError(f"dataset: expected a path, a URL or an open dataset, got {type(source).__name__}. {advice}.")
+
+
 def named(source: Any) -> Any:
-    """A source whose `repr` has no secret of its URL."""
+    """Return a source as a path, a URL whose `repr` has no secret, or what it is."""
+    if isinstance(source, os.PathLike) and not isinstance(source, Path):
+        source = os.fspath(source)
     return PrintableUrl(source) if isinstance(source, str) else source
 
 
 def as_mixture(source: object) -> Mixture | None:
     """A mixture, or the one in a TOML file; None for one dataset. Raises UsageError for several without weights."""
-    if not isinstance(source, (str, Path, Dataset, Mixture)):
-        raise UsageError(
-            f"dataset: expected a path, a URL or an open dataset, got {type(source).__name__}. Several are read by "
-            "forebay.Mixture({'web': 'a', 'books': 'b'}, {'web': 0.7, 'books': 0.3})."
-        )
+    if not isinstance(source, Mixture):
+        _check_source(source)
     if isinstance(source, (str, Path)) and str(source).endswith(".toml") and Path(source).is_file():
         return Mixture.from_toml(source)
     return source if isinstance(source, Mixture) else None

@@ -87,7 +87,7 @@ class Admissions:
         with self._recording_refusals("/v1/renew", sender):
             key = _requested_key(message.request)
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
-                raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
+                raise ProtocolError("renew: the request is not by the key of the handshake")
             peer = verify_certificate(shown, self._revocations.root)
             old = x509.load_der_x509_certificate(shown)
             who = peer.peer_id

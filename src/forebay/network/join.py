@@ -157,8 +157,10 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
         root = certificates.der_of(root_cert)
         certificates.check_root(root, network_id)
         peer = certificates.verify_certificate(certificates.der_of(certs[0]), root)
-    if named_id != network_id or peer.public_key != key.public_key().public_bytes_raw():
-        raise ProtocolError(f"join: expected a certificate of network {network_id} for our key, got another")
+    if named_id != network_id:
+        raise ProtocolError(f"join: expected a certificate of network {network_id}, got one of {named_id}")
+    if peer.public_key != key.public_key().public_bytes_raw():
+        raise ProtocolError(f"join: the certificate is for {peer.name}, not for the key that asked")
     if issuer != (peer.org or network_id):
         raise ProtocolError(f"join: expected a certificate by {issuer}, got one by {peer.org or network_id}")
     pem = certificates.pem_of(*certs[:2])

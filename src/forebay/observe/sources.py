@@ -64,8 +64,8 @@ class NodeSource(Source):
             return self._view(status)
         except MALFORMED as error:
             raise ProtocolError(
-                f"{self.address}: expected the status of a node of this version, got something else "
-                f"({type(error).__name__}: {error}). Run one version in a network."
+                f"{self.address}: expected the status of a node of this version, got one that cannot "
+                f"be read ({type(error).__name__}: {error}). Run one version in a network."
             ) from error
 
     def _view(self, status: Row) -> View:
@@ -156,7 +156,8 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
     if folder.exists() or ":" not in address or "/" in address:
         raise UsageError(
             f"{target}: expected HOST:PORT of a scheduler, coordinator or data node, http://HOST:PORT of a coordinator "
-            "or dashboard, the folder of a record, or the output directory of `forebay prepare`."
+            "or dashboard, the folder of a record, or the output directory of `forebay prepare`, got "
+            f"{'a file' if folder.exists() else 'nothing there'}. Check the path."
         )
     return NodeSource(address, status_by(Client(None) if is_plain else client()))
 

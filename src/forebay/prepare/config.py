@@ -6,7 +6,6 @@ that stage twice.
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -16,13 +15,13 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from forebay.errors import ForebayError, UsageError, install_command
+from forebay.errors import ForebayError, UsageError, did_you_mean, install_command, unknown_name
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Method
 from forebay.prepare.documents import Stage
@@ -58,7 +57,7 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(
-    name: str | None = None,
+    name: str | Path | None = None,
     config: Path | str | None = None,
     settings: Mapping[str, Any] | None = None,
     *,
@@ -67,7 +66,7 @@ def load_recipe(
     """A recipe: the shipped one of that name, changed by a file's tables, changed by single settings.
 
     Args:
-        name: One of `recipe_names()`.
+        name: One of `recipe_names()`; a TOML file is a `config`.
         config: A TOML file. Its tables are laid over the recipe's, key by key.
         settings: The same as nested tables: what the command line says.
         allow_code: Whether `use` (a stage of your own) and `tokenizer = "module:Name"` may import
@@ -77,13 +76,14 @@ def load_recipe(
         UsageError: If a file is missing or no TOML, or a key or value is invalid: with file and key.
     """
     layers: list[Layer] = []
+    if isinstance(name, Path) or str(name).endswith(".toml"):
+        name, config = None, config or name
     if allow_code:  # as torchrun and pytest do: where the recipe is, and where the command runs
         folders = [str(Path(config).resolve().parent)] if config is not None else []
         sys.path[:0] = [path for path in (*folders, str(Path.cwd())) if path not in sys.path]
     if name is not None:
         if name not in recipe_names():
-            names, near = ", ".join(recipe_names()), _similar(name, recipe_names())
-            raise UsageError(f"recipe {name!r}: expected one of {names}; a file goes with --config.{near}")
+            raise unknown_name("recipe", recipe_names(), name)
         layers.append((f"{name}.toml", tomllib.loads(recipe_text(name))))
     if config is not None:
         layers.append((str(config), read_toml(config)))
@@ -102,7 +102,7 @@ def apply_settings(
             layers += [("", {stage: table}) for stage, table in stages]
     for kind in dedup:
         if isinstance(kind, str):
-            table = {kind: True} if kind in KINDS else {kind.rpartition(":")[2]: {"use": kind}}
+            table = {kind.rpartition(":")[2]: {"use": kind}} if ":" in kind else {check_method(kind): True}
             layers.append(("", {"dedup": table}))
     recipe = _build_recipe(layers, recipe, True)
     own = tuple(item for item in dedup if not isinstance(item, str))
@@ -122,9 +122,15 @@ def stage_group(name: str) -> tuple[str, ...]:
     if name in GROUPS:
         return GROUPS[name]
     if name not in STAGES and name not in plugins("forebay.filters"):
-        names = [*GROUPS, *STAGES]
-        raise UsageError(f"--filter {name!r}: expected some of {', '.join(names)}.{_similar(name, names)}")
+        raise unknown_name("filters", [*GROUPS, *STAGES], name)
     return (name,)
+
+
+def check_method(name: str) -> str:
+    """Return the name of a deduplication method. Raises UsageError for an unknown one."""
+    if name not in (names := [*KINDS, *plugins("forebay.dedup")]):
+        raise unknown_name("dedup", names, name)
+    return name
 
 
 def _without_none(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,6 +192,8 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
                 if table is not False:
                     stages.append(_stage(name, {} if table is True else table, path, allow_code, before))
         else:
+            if tables_with_key := list(_tables_with_key(name)):
+                raise _SettingError((name,), f"unknown key. It is one of {', '.join(tables_with_key)}")
             raise _unknown_key((name,), [*names, "score", *STAGES])
     settings["dedup"], own = _own_methods(settings.get("dedup", {}), allow_code)
     recipe: Recipe = _build(Recipe, settings, (), base, allow_code)
@@ -271,19 +279,24 @@ def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence
     return stage
 
 
+def _tables_with_key(key: str) -> Iterator[str]:
+    """Yield `TABLE.KEY` for each table of a recipe that has this key."""
+    for name, kind in field_types(Recipe).items():
+        if any(key in getattr(choice, "__dataclass_fields__", ()) for choice in _choices(kind)):
+            yield f"{name}.{key}"
+    for name in STAGES:
+        with suppress(UsageError):  # Its packages are not installed.
+            if key in field_types(load_plugin("forebay.filters", name, STAGES)):
+                yield f"{name}.{key}"
+
+
 def _choices(kind: Any) -> Sequence[Any]:
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 
-def _similar(name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
 def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:
-    near = difflib.get_close_matches(str(path[-1]), names, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names)) or 'none'}"
-    return _SettingError(path, f"unknown key; {hint}")
+    hint = did_you_mean(path[-1], names) or f" There are {', '.join(sorted(names)) or 'none'}"
+    return _SettingError(path, f"unknown key.{hint}")
 
 
 def _build(cls: Any, table: Any, path: Keys, base: Any = None, allow_code: bool = False) -> Any:
@@ -343,8 +356,7 @@ def describe(name: str) -> str:
         choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
         if not choices:
             names = [*(n for n in tables if n != "stages"), *STAGES, *(f"score.{n}" for n in SCORERS)]
-            hint = _similar(name, [*names, *recipe_names()])
-            raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(names)}.{hint}")
+            raise unknown_name("recipe, or a table of one", [*recipe_names(), *names], name)
         cls = choices[0]
     lines = [f"[{name}]", "", inspect.cleandoc(cls.__doc__ or ""), ""]
     for item in dataclasses.fields(cls):

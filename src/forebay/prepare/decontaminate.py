@@ -404,8 +404,8 @@ class Decontaminate(Stage):
             built = str(self._find().build())
             if path and Path(built).name != Path(path).name:
                 raise PrepareError(
-                    f"decontaminate: expected the evaluation sets that the run began with, got others ({built}). They "
-                    "have changed: start the run again."
+                    f"decontaminate: expected the evaluation sets that the run began with, {Path(path).name}, got "
+                    f"{Path(built).name}. They have changed: start the run again."
                 )
             object.__setattr__(self, "_index_path", path := built)
         return open_index(path)

@@ -237,8 +237,20 @@ class FunctionFilter(Stage):
                 result = Measure(*map(np.array, zip(*((item.values, item.low, item.high) for item in result))))
         else:
             result = self.function(batch, **settings)
-        rule = result if isinstance(result, Measure) else ~np.asarray(result, np.bool_)
+        rule = result if isinstance(result, Measure) else ~self._as_mask(result, batch.num_rows)
         return check_rules(batch, self.reasons, [rule])
+
+    def _as_mask(self, result: Any, num_rows: int) -> np.ndarray[Any, Any]:
+        """Return the result as booleans. Raises TypeError for what is not one a document; null is False."""
+        mask = np.asarray(result.fill_null(False) if isinstance(result, pa.Array | pa.ChunkedArray) else result)
+        if mask.shape != (num_rows,) or mask.dtype != np.bool_:
+            got = f"{result[0] if self.per_document else result!r:.100}"
+            what = "True or False" if self.per_document else f"an array of {num_rows} booleans, one a document"
+            raise TypeError(
+                f"expected {what}, got {got} ({type(result[0] if self.per_document else result).__name__}). With "
+                "per_document=True the function gets one document as a dict"
+            )
+        return mask
 
 
 def text_filter(

@@ -8,21 +8,23 @@ the kept text once (LZ4) and the tokens twice, three times if documents are shuf
 """
 
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.dataset.manifest import printable_name
-from forebay.errors import CorruptInputError, ForebayError, PrepareError, UsageError, printable
+from forebay.errors import CorruptInputError, ForebayError, PrepareError, UsageError, printable, unknown_name
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, OutputBudget
 from forebay.formats.parquet import recorded_columns
 from forebay.machine import num_cores
+from forebay.order.step_index import check_integer
 from forebay.prepare.compiled import has_compiled
-from forebay.prepare.config import apply_settings, load_recipe
+from forebay.prepare.config import apply_settings, load_recipe, merge
 from forebay.prepare.corpus import SKIPPED_FILE, Corpus, count_failed, read_skipped, write_skipped
-from forebay.prepare.dedup.methods import Dedup, Method
+from forebay.prepare.dedup.methods import KINDS, Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.share import ShareEngine, parse_share
@@ -61,8 +63,8 @@ def prepare_dataset(
     inputs: str | Path | DocumentSource | Sequence[str | Path | DocumentSource],
     out: Path | str,
     *,
-    recipe: Recipe | str | None = None,
-    tokenizer: str | tokenizers.Tokenizer | None = None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+    tokenizer: tokenizers.AnyTokenizer | None = None,
     filters: str | Stage | Sequence[str | Stage] = (),
     dedup: str | Method | Sequence[str | Method] = (),
     name: str | None = None,
@@ -88,9 +90,10 @@ def prepare_dataset(
         inputs: One or several: files, directories, patterns and URLs of any format of `forebay.formats`; inputs of
             entry points of `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
         out: The dataset's directory, which is created, or a prefix of a bucket: s3://, r2://, gs://, az://.
-        recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
-            tokenized as it is. The arguments that follow are laid over it.
-        tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
+        recipe: What to do with the text: a Recipe, its tables, a TOML file, or the name of a recipe that comes with
+            Forebay. Without one the text is tokenized as it is. The arguments that follow are laid over it.
+        tokenizer: As `[tokenize] tokenizer`; or an object of the protocol `Tokenizer`, of `tokenizers`, or a fast one
+            of `transformers`.
         filters: Stages after those of the recipe: names of stages, of entry points of `forebay.filters`,
             `module:Class`, or objects.
         dedup: Methods besides those of the recipe: the names of `dedup.methods.KINDS`, of entry points of
@@ -126,31 +129,35 @@ def prepare_dataset(
         PrepareError: If an input is missing, changes while it is read or is damaged beyond `[read] max_malformed`,
             there is no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
+    if not isinstance(out, str | os.PathLike):
+        raise UsageError(f"out: expected a directory or the URL of a bucket, got {out!r:.100}.")
     store = open_store(out)
     inputs, filters, dedup = map(_listed, (inputs, filters, dedup))
-    for item in filters:
-        if not isinstance(item, str) and not hasattr(item, "apply"):
-            got = getattr(item, "__name__", type(item).__name__)
-            raise UsageError(
-                f"filters: expected names or stages, got {got}. Decorate a function with @forebay.text_filter(NAME, "
-                f"version=…), and pass what a call of it returns: filters=[{got}()]."
-            )
+    _check_kinds("inputs", inputs, "parts", "paths, URLs or sources", "Write the documents to a file of JSON lines")
+    _check_kinds(
+        "filters", filters, "apply", "names or stages",
+        'Decorate the function with @forebay.text_filter("NAME", version="1"), and pass a call of it: filters=[NAME()]',
+    )  # fmt: skip
+    _check_kinds("dedup", dedup, "sign", "names or methods", f"Name some of {', '.join(KINDS)}")
+    check_integer("workers", workers, 1)
     to = "parquet" if annotate and to == "dataset" else to
     output = next((output for output in OUTPUTS if output.name == to), to)
     if isinstance(output, str):
-        raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
+        raise unknown_name("to", [output.name for output in OUTPUTS], to)
     arguments: Json = {
         "name": name,
-        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
+        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizers.name_of(tokenizer)},
         "slice": {"bytes": slice_bytes, "seed": seed},
     }
+    if not isinstance(settings, Mapping | None):
+        raise UsageError(f"settings: expected {{table: {{key: value}}}}, got {settings!r:.100}.")
+    if isinstance(recipe, Mapping):
+        settings, recipe = merge(recipe, settings or {}), None
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     recipe = apply_settings(recipe, [settings or {}, arguments], filters, dedup)
     recipe = recipe if recipe.name else replace(recipe, name=_name_of(store))
     if annotate:
         recipe = replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers: expected at least 1, got {workers}.")
     share = parse_share(task) if task not in ("", "finish") else None
     if task and engine != "local":
         raise UsageError(
@@ -195,7 +202,15 @@ def prepare_dataset(
 
 def _listed(items: Any) -> list[Any]:
     """Return the items of a list; another thing is the only one."""
-    return list(items) if isinstance(items, list | tuple | set | dict | Iterator) else [items]
+    return list(items) if isinstance(items, list | tuple | set | Iterator) else [items]
+
+
+def _check_kinds(name: str, items: Sequence[object], method: str, expected: str, advice: str) -> None:
+    """Raise UsageError unless each item is a name, a path, or an object with this method."""
+    for item in items:
+        if not (isinstance(item, str | os.PathLike) or hasattr(item, method)):
+            got = getattr(item, "__name__", type(item).__name__)
+            raise UsageError(f"{name}: expected {expected}, got {got}. {advice}.")
 
 
 def _open_inputs(

@@ -447,7 +447,7 @@ def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions)
             documents += 1
             budget.spend(len(record.text) + len(record.url) + len(record.id))
     if missing and not has_key and not _is_elsewhere(split, keys_of(options)[0]):
-        raise UnreadableInputError(f"{missing}. Name it with text_key (--set read.text_key=NAME).")
+        raise UnreadableInputError(missing)
 
 
 def _is_elsewhere(split: InputSplit, keys: Sequence[str]) -> bool:

@@ -533,7 +533,9 @@ def _parse(store: Store, name: str, data: bytes) -> Json:
     try:
         record = json.loads(data)
     except ValueError as error:
-        raise PrepareError(f"{path}: expected the record of a preparation, got something else ({error}).") from error
+        raise PrepareError(
+            f"{path}: expected the record of a preparation, got what cannot be read ({error})."
+        ) from error
     version = record.get("version") if isinstance(record, dict) else None
     if version != VERSION:
         raise PrepareError(

@@ -127,7 +127,9 @@ def load_report(path: str | os.PathLike[str]) -> PreparationReport:
     except FileNotFoundError:
         raise DatasetError(f"{file}: there is no report. `forebay prepare` writes one with each dataset.") from None
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{file}: expected a report of forebay prepare, got something else ({error}).") from error
+        raise DatasetError(
+            f"{file}: expected a report of forebay prepare, got what cannot be read ({error})."
+        ) from error
     if not isinstance(report, dict):
         raise DatasetError(f"{file}: expected a report of forebay prepare, got {type(report).__name__}.")
     if (made_by := report.get("version", 0)) not in range(REPORT_VERSION + 1):

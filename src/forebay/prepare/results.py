@@ -68,8 +68,7 @@ class Committing(Generic[R]):
             result: R = _adapters(self.run)[0].validate_json(self.store.read(path))
         except ValidationError as error:
             raise PrepareError(
-                f"{self.store.url}/{path}: expected the result of an earlier run, got something else. Remove .work and "
-                "run again."
+                f"{self.store.url}/{path}: it is not the result of an earlier run. Remove .work and run again."
             ) from error
         return result
 

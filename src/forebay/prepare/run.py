@@ -67,6 +67,9 @@ class PrepareResult:
     skipped: dict[str, int] = field(default_factory=dict)
     failed: dict[str, float] = field(default_factory=dict)
 
+    def __fspath__(self) -> str:
+        return str(self.path)
+
     def _repr_html_(self) -> str:
         """What was written, and why documents were dropped."""
         fields = {name: getattr(self, name) for name in ("path", "id", "documents_in", "documents_out", "tokens")}

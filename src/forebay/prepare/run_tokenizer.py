@@ -26,7 +26,7 @@ from forebay.units import format_bytes
 
 def open_tokenizer(
     recipe: Recipe,
-    own: tokenizers.Tokenizer | None,
+    own: tokenizers.AnyTokenizer | None,
     output: Output,
     document_ids: bool,
     parent: Dataset | None,
@@ -73,7 +73,7 @@ def _with_tokenizer(recipe: Recipe, name: str) -> Recipe:
     return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer=name))
 
 
-def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = None) -> tokenizers.TokenizerFile:
+def _load_tokenizer(recipe: Recipe, spec: tokenizers.AnyTokenizer | None = None) -> tokenizers.TokenizerFile:
     policy = recipe.tokenize
     return tokenizers.load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos, allow_code=True)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import typing
 from collections.abc import Mapping
 from functools import cache
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from forebay.errors import UsageError
+from forebay.errors import UsageError, did_you_mean
 
 Json = dict[str, Any]  # An object of JSON.
 Number = Annotated[float, Field(ge=0)]
@@ -57,7 +58,8 @@ def fit(kind: Any, value: Any, name: str) -> Any:
     except ValidationError as error:
         wrong = [item for item in error.errors() if item["type"] != "too_short"] or error.errors()
         expected = " or ".join(dict.fromkeys(map(_expected, wrong)))
-        raise UsageError(f"{name}: expected {expected}, got {wrong[0]['input']!r}") from error
+        hint = did_you_mean(wrong[0]["input"], re.findall("'([^']*)'", expected))
+        raise UsageError(f"{name}: expected {expected}, got {wrong[0]['input']!r}{hint and '.' + hint}") from error
 
 
 def _expected(error: Any) -> str:

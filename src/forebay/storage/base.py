@@ -368,7 +368,7 @@ def load_env_file(path: str | Path) -> None:
             continue
         match = _ENV_LINE.fullmatch(line)
         if match is None:
-            raise UsageError(f"{path}:{number}: expected KEY=VALUE, got another line. Quote a value with spaces.")
+            raise UsageError(f"{path}:{number}: expected KEY=VALUE. Quote a value with spaces.")
         name, value = match[1], match[2] or match[3] or match[4] or ""
         if name not in _ENV_NAMES:
             raise UsageError(f"{path}:{number}: expected one of {', '.join(_ENV_NAMES)}, got {name}. Correct it.")

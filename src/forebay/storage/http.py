@@ -263,7 +263,7 @@ class WebOrigin(ObjectOrigin):
         try:
             host, port = parts.hostname or "", parts.port
         except ValueError:
-            raise PermanentError(f"{parts.scheme}: expected HOST or HOST:PORT, got another address") from None
+            raise PermanentError(f"{parts.scheme}: expected a URL with HOST or HOST:PORT") from None
         if not is_host(host):
             raise PermanentError(f"{parts.scheme}://{host[:300]}: expected a host name")
         proxy = None if self._untrusted else _proxy_of(parts)

@@ -89,7 +89,7 @@ def find_urls(url: PrintableUrl) -> tuple[str, list[RemoteFile]]:
     scheme = url.partition("://")[0].lower()
     if scheme not in _SCHEMES:
         raise PrepareError(
-            f"{url}: cannot read input: expected a path or a URL of {', '.join(_SCHEMES)} or hf, got another scheme. "
+            f"{url}: cannot read input: expected a path or a URL of {', '.join(_SCHEMES)} or hf. "
             "Download the files, and name their path."
         )
     folder = location(url).rstrip("/")

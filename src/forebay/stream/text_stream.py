@@ -109,11 +109,7 @@ class TextStream(RunningSource[NumpyTokens]):
                 "that train in step would wait for the others at an epoch's end. Give steps=, or epochs=None for no "
                 "end, or StreamOptions(lanes=1), with which every rank reads everything."
             )
-        self.tokenizer = (
-            load_tokenizer(tokenizer, eos=options.eos, bos=options.bos, allow_code=True)
-            if isinstance(tokenizer, str)
-            else tokenizer
-        )
+        self.tokenizer = load_tokenizer(tokenizer, eos=options.eos, bos=options.bos, allow_code=True)
         self.seq_len, self.seed, self.shuffle = seq_len, int(seed), bool(shuffle)
         self._dtype = token_dtype(options.dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
         self.vocab_size, self._epochs = self.tokenizer.vocab_size, epochs

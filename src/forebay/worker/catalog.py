@@ -1,11 +1,10 @@
 """The catalogue: datasets with a short name, and their settings; any other name is the hub's. Sends no request."""
 
-import difflib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import UnknownDatasetError
+from forebay.errors import UnknownDatasetError, did_you_mean
 from forebay.toml import read_toml
 
 STREAM_ABOVE_BYTES = 10 * 10**9
@@ -71,9 +70,7 @@ def find_entry(name: str) -> CatalogEntry:
 
 def unknown_dataset(name: str) -> UnknownDatasetError:
     """The error for a name that no dataset has."""
-    near = difflib.get_close_matches(name.casefold(), CATALOG, n=2, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     return UnknownDatasetError(
         f"Dataset {name!r} not found: expected one of {', '.join(CATALOG)}, a full path OWNER/NAME of the hub, or a "
-        f"path here that begins with `.` or `/`.{hint}"
+        f"path here that begins with `.` or `/`.{did_you_mean(name.casefold(), CATALOG)}"
     )

@@ -1,7 +1,6 @@
 """Commands as a user types them: what they print, and one line that names the fault when something is wrong."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -75,28 +74,6 @@ def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp
     slices[1].write_bytes(data)
     verified = report(capsys, "verify", out, code=1)
     assert verified["ok"] is False and len(verified["bad"]) == 1 and slices[1].name in verified["bad"][0]
-
-
-@pytest.mark.parametrize(
-    "command, word",
-    [
-        ("inspect no-such-dataset", "no-such-dataset"),
-        ("verify no-such-dataset", "no-such-dataset"),
-        ("prepare no-such.txt --out d --tokenizer bytes", "no-such.txt"),
-        ("prepare texts.jsonl --out d --tokenizer none/tokenizer.json", "tokenizer.json"),
-        ("prepare empty.jsonl --out d --tokenizer bytes", ""),
-        ("serve no-such-dataset --identity n", "no-such-dataset"),
-        ("find x --identity no-such-node", "no-such-node"),
-        ("ledger verify no-such-ledger", "no-such-ledger"),
-        ("worker", "name"),
-    ],
-)
-def test_a_wrong_path_is_named_in_one_line(command: str, word: str, corpus: Path, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(corpus, "texts.jsonl")
-    Path("empty.jsonl").touch()
-    assert_one_line(capsys, [*command.split()], word)
-    assert not Path("d/manifest.json").exists()
 
 
 def test_roles_names_and_keys_of_a_network(node: Path, tmp_path, capsys):

@@ -40,20 +40,6 @@ def test_every_command_is_in_one_panel():
     assert all(f"\n  {name:<12}" in parser.format_help() for name in commands)
 
 
-@pytest.mark.parametrize(
-    "arguments, meant",
-    [
-        (["prepair"], "Did you mean prepare"),
-        (["network", "jion"], "Did you mean join"),
-        (["worker", "--cache-dri", "x"], "Did you mean --cache-dir"),
-    ],
-)
-def test_a_typing_error_is_answered_with_what_was_meant(arguments: list[str], meant: str, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        make_parser().parse_args(arguments)
-    assert meant in capsys.readouterr().err
-
-
 def test_logs_are_lines_of_text_or_json(capsys):
     log = logging.getLogger("forebay.network")
     arguments = make_parser().parse_args(["--log-format", "json", "find", "x", "-v"])

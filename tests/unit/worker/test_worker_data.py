@@ -216,7 +216,7 @@ def test_the_first_cause_of_a_librarys_error_is_told():
 def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path):
     path = tmp_path / "body.jsonl"
     path.write_text('{"prose": "some text", "id": 1}\n' * 9)
-    reported = r"body\.jsonl: .*got nothing among prose, id, in every record\. Name it with text_key"
+    reported = r"body\.jsonl: .*got nothing among prose, id, in every record\. Name it with --set read\.text_key"
     with pytest.raises(DatasetError, match=reported):
         next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8)))
     inputs, _ = next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8, text_key="prose")))

@@ -273,7 +273,8 @@ def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str
         assert isinstance(key, Ed25519PublicKey)  # checked by _parse
         key.verify(cert.signature, cert.tbs_certificate_bytes)
     except InvalidSignature as error:
-        raise ProtocolError(f"{what}: expected a certificate signed by {whose}, got another") from error
+        name = printable(cert.issuer.rfc4514_string(), 100)
+        raise ProtocolError(f"{what}: expected a certificate signed by {whose}, got one by {name}") from error
 
 
 @contextmanager

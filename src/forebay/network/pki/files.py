@@ -118,6 +118,8 @@ def read_network(folder: Path) -> NetworkConfig:
     path = folder / "network.json"
     try:
         return parse_network(path.read_bytes(), str(path))
+    except FileNotFoundError as error:
+        raise _no_node(path) from error
     except OSError as error:
         raise UsageError(
             f"network: cannot read {path}: {type(error).__name__}: {error}. Make one with `forebay network init`, "
@@ -134,10 +136,27 @@ def parse_network(data: bytes, source: str) -> NetworkConfig:
         raise UsageError(f"network: expected network_id, name and bootstrap, got: {reason} ({source})") from error
 
 
+def _no_node(path: Path) -> UsageError:
+    """Return the error of a directory without a file that those of a node, or of a network, have."""
+    folder = path.parent
+    if not folder.is_dir():
+        got = "nothing there"
+    elif (folder / "root-key.pem").exists():
+        got = f"that of a network's root, without {path.name}"
+    else:
+        got = f"a directory without {path.name}"
+    return UsageError(
+        f"{folder}: expected a node's directory, got {got}. `forebay network join` makes one, in a network that "
+        "`forebay network init` makes."
+    )
+
+
 def read_key(path: Path) -> Ed25519PrivateKey:
     """Read a private key. Raises UsageError."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except FileNotFoundError as error:
+        raise _no_node(path) from error
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm, InternalError) as error:
         raise UsageError(
             f"key: cannot read {path}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -159,6 +178,8 @@ def read_certs(path: Path) -> list[x509.Certificate]:
     """Read all certificates of a file, at least one. Raises UsageError."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
+    except FileNotFoundError as error:
+        raise _no_node(path) from error
     except (OSError, ValueError, x509.InvalidVersion) as error:
         raise UsageError(
             f"certificate: expected PEM in {path}, got {type(error).__name__}: {str(error).split('. ')[0]}. "

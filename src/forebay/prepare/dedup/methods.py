@@ -378,10 +378,11 @@ class Dedup:
             raise UsageError(f"score: expected a column with keep = 'best', and none else, got {self.score!r}")
         if self.semantic and not self.dimension:
             raise UsageError("dimension: expected how many numbers an embedding has, with semantic = true, got none")
+        got = ", ".join(names) or "none"
         if self.signatures and not (self.active and self.has_signatures):
-            raise UsageError("signatures: expected exact, url, minhash, lines or sentences alone, got others, or none")
+            raise UsageError(f"signatures: expected one of exact, url, minhash, lines and sentences, got {got}")
         if self.max_cut_share < 1 and not self.cuts:
-            raise UsageError("max_cut_share: expected lines, sentences, substring or overlap with it, got none of them")
+            raise UsageError(f"max_cut_share: expected lines, sentences, substring or overlap with it, got {got}")
 
     @property
     def methods(self) -> tuple[Method, ...]:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.errors import ForebayError, PrepareError, unknown_name
 from forebay.files import HOST
-from forebay.plugins import load_plugin
+from forebay.plugins import load_plugin, plugins
 from forebay.prepare.progress import Failure, label, name_of
 from forebay.prepare.settings import Json
 from forebay.storage.store import Store
@@ -86,10 +86,9 @@ def open_engine(engine: str | Engine, workers: int | None, store: Store, on_mess
     """
     if not isinstance(engine, str):
         return engine
-    try:
-        make = load_plugin("forebay.engines", engine, ENGINES, allow_code=True)
-    except UsageError as error:
-        raise UsageError(f"engine: expected local, ray or a plug-in, got {engine!r}: {error}") from error
+    if ":" not in engine and engine not in {**ENGINES, **plugins("forebay.engines")}:
+        raise unknown_name("engine", [*ENGINES, *plugins("forebay.engines")], engine)
+    make = load_plugin("forebay.engines", engine, ENGINES, allow_code=True)
     opened: Engine = make(workers=workers, store=store, on_message=on_message)
     return opened
 

@@ -135,7 +135,9 @@ def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
         reasons = count.dropped.most_common(3)
         stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
     if stages:
-        cause = f"dropped by {'; '.join(stages)}. See {run.store.url}/{REPORT_FILE}, and loosen these stages."
+        is_read = all(stage.startswith("read ") for stage in stages)
+        advice = "Give other inputs" if is_read else "Loosen these stages"
+        cause = f"dropped by {'; '.join(stages)}. {advice}; the report is {run.store.url}/{REPORT_FILE}."
     else:
         cause = f"the inputs hold no documents. See {run.store.url}/{REPORT_FILE}."
     return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {cause}")

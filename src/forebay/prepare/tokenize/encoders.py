@@ -213,8 +213,8 @@ class FastEncoder:
             text = texts[self._calls // _CHECK_EVERY % len(texts)][:_CHECK_CHARS]
             if not self.agrees([text]):
                 raise PrepareError(
-                    f"tokenizer: expected gigatoken's ids to be those of {self._reference.name}, got others for "
-                    f"{text[:80]!r}. Nothing is written. Set FOREBAY_CODER=reference and run again."
+                    f"tokenizer: gigatoken's ids differ from those of {self._reference.name} for {text[:80]!r}. "
+                    "Nothing is written. Set FOREBAY_CODER=reference and run again."
                 )
         self._calls += 1
         ids: list[Array] = []

@@ -7,12 +7,13 @@ tokenizers library, `bytes` nothing, `own` an object of the user's. `encoders` e
 import base64
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -86,9 +87,12 @@ class TokenizerFile:
         return TOKEN_DTYPES[self.dtype]
 
 
+AnyTokenizer: TypeAlias = str | Path | Tokenizer | HubTokenizer | TokenizerFile
+
+
 def vocab_to_train(spec: str) -> int | None:
     """The vocabulary size of `train:VOCAB`, None for other names; UsageError if it is no number."""
-    if not spec.startswith("train:"):
+    if not spec.startswith("train:") and spec != "train":
         return None
     text = spec.removeprefix("train:")
     if not text.isascii() or not text.isdigit() or not 257 <= int(text) <= 1 << 24:
@@ -98,14 +102,40 @@ def vocab_to_train(spec: str) -> int | None:
     return int(text)
 
 
+def name_of(tokenizer: Any) -> str:
+    """Return the name of a tokenizer that is an object; the path that a path is."""
+    if isinstance(tokenizer, os.PathLike):
+        return str(tokenizer)
+    return str(getattr(tokenizer, "name", "") or getattr(tokenizer, "name_or_path", "") or "tokenizer")
+
+
+def _from_object(item: Any, eos: bool | str, bos: bool | str) -> TokenizerFile:
+    """A tokenizer of one's own, one of `tokenizers`, or a fast one of `transformers`, with its special tokens."""
+    if isinstance(item, TokenizerFile):
+        return item
+    backend = getattr(item, "backend_tokenizer", item)
+    if isinstance(backend, HubTokenizer):
+        eos = getattr(item, "eos_token", None) or eos if eos is True else eos
+        bos = getattr(item, "bos_token", None) or bos if bos is True else bos
+        return _describe(name_of(item), backend.to_str().encode(), eos, bos)
+    if missing := [name for name in ("name", "data", "vocab_size", "eos_id", "encode") if not hasattr(item, name)]:
+        raise UsageError(
+            f"tokenizer: expected a name, a path, a tokenizer of tokenizers or transformers, or an object with "
+            f"{', '.join(missing)}, got {type(item).__name__}. Save it as a tokenizer.json, and give its path."
+        )
+    eos_id, bos_id = (item.eos_id if eos else None), (item.bos_id if bos else None)
+    return TokenizerFile(item.name, item.data, item.vocab_size, eos_id, bos_id, OWN, item)
+
+
 def load_tokenizer(
-    spec: str | Tokenizer, *, eos: bool | str = True, bos: bool | str = False, allow_code: bool = False
+    spec: AnyTokenizer, *, eos: bool | str = True, bos: bool | str = False, allow_code: bool = False
 ) -> TokenizerFile:
     """The tokenizer that `spec` names, or is.
 
     Args:
-        spec: `bytes`; a tokenizer.json; a directory with one, or with GPT-2's pair (vocab.json and merges.txt, or
-            encoder.json and vocab.bpe); a name on the hub; an entry point of `forebay.tokenizers`, or `module:Name`.
+        spec: A tokenizer as an object, one of `tokenizers` or of `transformers` too; or a name: `bytes`; a
+            tokenizer.json; a directory with one, or with GPT-2's pair (vocab.json and merges.txt, or encoder.json and
+            vocab.bpe); a name on the hub; an entry point of `forebay.tokenizers`, or `module:Name`.
         eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
             vocabulary's own if it has one.
         bos: Whether one begins it, likewise.
@@ -114,9 +144,10 @@ def load_tokenizer(
     if isinstance(spec, str) and (spec in plugins("forebay.tokenizers") or check_code(spec, allow_code)):
         loaded = load_plugin("forebay.tokenizers", spec, allow_code=allow_code)
         spec = loaded() if callable(loaded) else loaded
+    if isinstance(spec, os.PathLike):
+        spec = os.fspath(spec)
     if not isinstance(spec, str):
-        eos_id, bos_id = (spec.eos_id if eos else None), (spec.bos_id if bos else None)
-        return TokenizerFile(spec.name, spec.data, spec.vocab_size, eos_id, bos_id, OWN, spec)
+        return _from_object(spec, eos, bos)
     if spec == "bytes":
         data = byte_tokenizer().to_str(pretty=True).encode()
         return _describe("bytes", data, eos, bos, kind="bytes")

@@ -254,7 +254,7 @@ def test_a_scorer_of_ones_own(source: Path, tmp_path, monkeypatch):
         load_recipe(settings=tables)
     for table, message in (
         ({"use": "none"}, "score.x.use: expected one of fasttext, kenlm"),
-        ({"use": "own_scorer:Shout", "factr": 1}, "score.x.factr: unknown key; did you mean 'factor'"),
+        ({"use": "own_scorer:Shout", "factr": 1}, "score.x.factr: unknown key. Did you mean 'factor'"),
         ({"use": "json:JSONDecoder"}, "score.x.use: expected the class of a scorer"),
         ({"use": "fasttext"}, "score.x.model: expected the path"),
     ):

@@ -1,0 +1,219 @@
+"""The commonest mistakes of newcomers: each is answered by one line that names the cause and what to do.
+
+A row is what was done, what the line must have, and for commands the exit code: 2 where the words of the command are
+wrong, 1 where a file or a node is.
+"""
+
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+
+import forebay
+from forebay import Loader, Mixture, SampleOptions, TextStream, open_dataset, prepare_dataset
+from forebay.cli import main
+from forebay.network.pki.identity import create_network
+from support.store import stored
+
+COMMANDS = [
+    ("prepar corpus", "'prepar' is not known. Did you mean 'prepare' or 'report'?", 2),
+    ("--versio", "unrecognized arguments: --versio. Did you mean '--version'", 2),
+    ("network jion net", "'jion' is not known. Did you mean 'join'?", 2),
+    ("prepare corpus --outt d", "unrecognized arguments: --outt d. Did you mean '--out'", 2),
+    ("prepare corpus", "expected --out DIR, got none", 2),
+    ("prepare corpus --out d", "expected a tokenizer (--tokenizer or [tokenize] tokenizer)", 2),
+    ("prepare nowhere --out d {b}", "expected a file or directory, got nowhere, which does not exist", 1),
+    ("prepare *.md --out d {b}", "expected files that match *.md, got none", 2),
+    ("prepare corpus --out corpus {b}", "corpus", 2),
+    ("prepare corpus --out ds --tokenizer train:300", "got ds, which holds dataset 'ds'", 2),
+    ("prepare corpus --out rows.jsonl {b}", "got rows.jsonl, which is a file", 2),
+    ("prepare ds --out d {b}", "left out 1: an output of Forebay", 1),
+    ("prepare empty.txt --out d {b}", "dropped by read (empty 1). Give other inputs", 1),
+    ("prepare blob.bin --out d {b}", "got a file of the format raw tokens, which holds no text", 1),
+    ("prepare num.jsonl --out d {b}", "got nothing among id, x, in every record. Name it with --set read.text_key", 1),
+    ("prepare num.parquet --out d {b}", "got x: int64. Name it beside those of other files (--set 'read.text_keys", 1),
+    ("prepare chats.jsonl --out d {b}", "These are chats: --recipe sft --set read.messages_key=messages", 1),
+    ("prepare rows.jsonl --out d {b} --recipe sft", "Name the list of messages with --set read.messages_key", 1),
+    ("prepare pairs.jsonl --out d {b} --recipe sft", "read.prompt_key=prompt --set read.response_key=completion", 1),
+    ("prepare corpus --out d {b} --recipe finewb", "got 'finewb'. Did you mean 'fineweb'", 2),
+    ("prepare corpus --out d {b} --filter gophr", "got 'gophr'. Did you mean 'gopher'?", 2),
+    ("prepare corpus --out d {b} --dedup minhsh", "got 'minhsh'. Did you mean 'minhash'?", 2),
+    ("prepare corpus --out d {b} --to parqet", "'parqet' is not known. Did you mean 'parquet'?", 2),
+    ("prepare corpus --out d {b} --engine rya", "got 'rya'. Did you mean 'ray'?", 2),
+    ("prepare corpus --out d {b} --format jsno", "'jsno'", 2),
+    ("prepare corpus --out d --tokenizer tok.json", "there is no such file. Check the path", 2),
+    ("prepare corpus --out d --tokenizer train", "expected train:VOCAB", 2),
+    ("prepare corpus --out d --tokenizer train:8k", "a vocabulary of 257 to 16777216, got '8k'", 2),
+    ("prepare corpus --out d {b} --sample 2", "expected a share such as 2% or 0.02, got '2'", 2),
+    ("prepare corpus --out d {b} --workers two", "expected a whole number above zero, got 'two'", 2),
+    ("prepare corpus --out d {b} --slice-bytes 10XB", "'10XB' is not a size: try 64MiB", 2),
+    ("prepare corpus --out d {b} --set read.text_key", "expected KEY=VALUE, such as", 2),
+    ("prepare corpus --out d {b} --set read.textkey=x", "read.textkey: unknown key. Did you mean 'text_key'", 2),
+    ("prepare corpus --out d {b} --set min_words=3", "It is one of dedup.min_words, length.min_words", 2),
+    ("prepare corpus --out d {b} --set length.min_words=x", "length.min_words: expected a number, got 'x'", 2),
+    ("prepare corpus --out d {b} --set pii.style=msk", "got 'msk'. Did you mean 'mask'?", 2),
+    ("prepare corpus --out d {b} --config none.toml", "none.toml: cannot be read: No such file", 2),
+    ("prepare corpus --out d {b} --config broken.toml", "broken.toml:1: expected TOML", 2),
+    ("prepare corpus --out d {b} --config own.toml", "which a recipe may run only with --allow-code", 2),
+    ("prepare corpus --out d {b} --config own.toml --allow-code", "No module named 'myfilters'. It was looked for", 2),
+    ("prepare corpus --out d {b} --config english.toml", "expected codes of languages such as en", 2),
+    ("inspect nowhere", "(a directory with manifest.json), got nothing there", 1),
+    ("inspect corpus", "got files of another kind. Make one: of text `forebay prepare`", 1),
+    ("verify ds/manifest.json", "got a file. Did you mean ds?", 1),
+    ("convert ds --to jsonl", "expected one OUT, behind SRC or by --out, got none", 2),
+    ("convert ds out --to mdss", "got 'mdss'. Did you mean 'mds'", 2),
+    ("mirror corpus out", "corpus: expected a dataset (a directory with manifest.json)", 1),
+    ("import corpus", "expected .safetensors files in corpus, got none", 1),
+    ("report nowhere", "there is no report", 1),
+    ("doctor nowhere", "got nothing there. Check the path", 1),
+    ("plan --bytes 2TX", "'2TX' is not a size", 2),
+    ("launch slrm", "Did you mean 'slurm'?", 2),
+    ("top nowhere", "the output directory of `forebay prepare`, got nothing there", 2),
+    ("ledger verify nowhere", "ledger nowhere: cannot read it", 1),
+    ("status", "expected HOST:PORT, got none. Give a node's address", 2),
+    ("find ds", "expected --identity DIR, got none", 2),
+    ("serve ds --identity net", "got that of a network's root, without node-key.pem. `forebay network join`", 2),
+    ("serve ds --identity nowhere", "nowhere: expected a node's directory, got nothing there", 2),
+    ("network show nowhere", "nowhere: expected a node's directory, got nothing there", 2),
+    ("network join net bob --name bob --role wrker", "Did you mean 'worker'?", 2),
+    ("network init net", "net already holds one", 2),
+    ("network revoke nobody net", "expected the name of a member, or a peer id", 2),
+    ("worker ds --identity w python train.py", "Write -- before a command: forebay worker … -- python train.py", 2),
+    ("coordinator --set num_steps=0", "expected num_steps of at least 1, got 0", 2),
+]  # fmt: skip
+B = {"seq_len": 16, "batch_size": 2}
+P = {"tokenizer": "bytes", "workers": 1}
+CALLS = [
+    (lambda: Loader("nowhere", **B), "got nothing there"),
+    (lambda: Loader("rows.jsonl", **B), "got files of another kind. Make one: of text `forebay prepare`"),
+    (lambda: Loader("ds/manifest.json", **B), "Did you mean ds?"),
+    (lambda: Loader("ds", seq_len=16), "batch size: expected one of batch_size"),
+    (lambda: Loader("ds", batch_size=2), "seq_len: expected a number for a dataset of layout 'tokens'"),
+    (lambda: Loader("ds", seq_len="16", batch_size=2), "seq_len: expected an integer from 1, got '16'"),
+    (lambda: Loader(["ds", "ds3"], **B), "got list. Several are read by forebay.Mixture"),
+    (lambda: Loader({"a": "ds"}, **B), "got dict. Several are read by forebay.Mixture"),
+    (lambda: Loader(np.arange(9), **B), "got ndarray. Write data to a file first"),
+    (lambda: Loader(Mixture({"a": "ds", "b": "ds3"}, {"a": 1, "b": 1}), **B), "Prepare b with --tokenizer ds/tokeni"),
+    (lambda: Mixture({"a": "ds"}, [1.0]), "expected weights {name: weight}"),
+    (lambda: Mixture({"a": "ds"}, {"b": 1}), "expected weights of a, got b"),
+    (lambda: Loader("ds", **B, split="val"), "got 'val'. Did you mean 'validation'?"),
+    (lambda: Loader("ds", **B, split="validation"), "samples=forebay.SampleOptions(validation_fraction=0.01)"),
+    (lambda: Loader("ds", **B, drop_last=True), "Give it as samples=forebay.SampleOptions(drop_last=...)"),
+    (lambda: Loader("ds", **B, num_workers=2), "Give it to loader.to_torch(num_workers=...)"),
+    (lambda: Loader("ds", seq_length=16, batch_size=2), "Did you mean 'seq_len'?"),
+    (lambda: Loader("ds", **B, packing="bestfit"), "got 'bestfit'. Did you mean 'best_fit'?"),
+    (lambda: Loader("ds", **B, cache="/tmp/x"), "got '/tmp/x'. Give a path as cache_dir="),
+    (lambda: Loader("ds", **B, samples={"drop_last": True}), "got dict. Use samples=forebay.SampleOptions(...)"),
+    (lambda: Loader("ds", seq_len=16, global_batch_size=4, world_size=2), "expected rank= or RANK of the environment"),
+    (lambda: Loader("ds", **B).load_state_dict({"step": 3}), "got the keys ['step']"),
+    (lambda: Loader("ds", **B).load_state_dict(Loader("ds3", **B).state_dict()), "expected dataset_id"),
+    (lambda: open_dataset(["ds"]), "got list"),
+    (lambda: prepare_dataset({"text": ["a"]}, "d", **P), "inputs: expected paths, URLs or sources, got dict"),
+    (lambda: prepare_dataset([{"text": "a"}], "d", **P), "inputs: expected paths, URLs or sources, got dict"),
+    (lambda: prepare_dataset("corpus", None, **P), "out: expected a directory or the URL of a bucket, got None"),
+    (lambda: prepare_dataset("corpus", "d", tokenizer=300), "or an object with name, data, vocab_size, eos_id, encode"),
+    (lambda: prepare_dataset("corpus", "d", filters=[lambda d: True], **P), "got <lambda>. Decorate the function with"),
+    (lambda: prepare_dataset("corpus", "d", filters=yes(), **P), "expected True or False, got 'yes' (str)"),
+    (lambda: prepare_dataset("corpus", "d", filters=one(), **P), "expected an array of 3 booleans, one a document"),
+    (lambda: prepare_dataset("corpus", "d", dedup=True, **P), "dedup: expected names or methods, got bool"),
+    (lambda: prepare_dataset("corpus", "d", settings="x", **P), "settings: expected {table: {key: value}}, got 'x'"),
+    (lambda: prepare_dataset("corpus", "d", tokenizer="bytes", workers="2"), "expected an integer from 1, got '2'"),
+    (lambda: prepare_dataset("corpus", "d", to="parqet", **P), "Did you mean 'parquet'?"),
+    (lambda: TextStream("nowhere", tokenizer="bytes", **B), "got nowhere, which does not exist"),
+]  # fmt: skip
+
+
+def make_world(folder: Path):
+    text = "The mill race is full of water, and the wheel turns. "
+
+    def write(name: str, rows: list[dict]):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    (folder / "corpus").mkdir()
+    for i in range(3):
+        (folder / "corpus" / f"{i}.txt").write_text(f"{i} {text * 40}")
+    write("rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])
+    write("num.jsonl", [{"id": i, "x": i} for i in range(20)])
+    write("chats.jsonl", [{"messages": [{"role": "user", "content": text}]}] * 20)
+    write("pairs.jsonl", [{"prompt": text, "completion": text}] * 20)
+    pq.write_table(pa.table({"x": [1, 2]}), folder / "num.parquet")
+    (folder / "empty.txt").touch()
+    (folder / "blob.bin").write_bytes(np.random.default_rng(0).bytes(2000))
+    (folder / "broken.toml").write_text("[length\n")
+    (folder / "own.toml").write_text('[short]\nuse = "myfilters:short"\n')
+    (folder / "english.toml").write_text('[language]\nkeep = ["english"]\n')
+    create_network(folder / "net", "net")
+    for name, tokenizer in (("ds", "bytes"), ("ds3", "train:300")):
+        prepare_dataset(folder / "corpus", folder / name, tokenizer=tokenizer, workers=1)
+
+
+@forebay.text_filter("any", version="1", per_document=True)
+def any_text(document: dict) -> bool:
+    return True
+
+
+@forebay.text_filter("yes", version="1", per_document=True)
+def yes(document: dict) -> str:
+    return "yes"
+
+
+@forebay.text_filter("one", version="1")
+def one(batch: pa.RecordBatch) -> bool:
+    return True
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch) -> Path:
+    shutil.copytree(stored(make_world), tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command, line, code", COMMANDS)
+def test_a_wrong_command_is_answered_in_one_line(command: str, line: str, code: int, world: Path, capsys):
+    words = [os.fspath(word) for word in shlex.split(command.replace("{b}", "--tokenizer bytes --workers 1"))]
+    try:
+        status = main(words)
+    except SystemExit as error:
+        status = error.code
+    lines = [text for text in capsys.readouterr().err.splitlines() if text.startswith("forebay: ")]
+    assert line in lines[-1] and status == code
+    assert len(lines) == 1 + any(text.startswith("forebay: left out") for text in lines)
+    assert not (world / "d" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("call, line", CALLS)
+def test_a_wrong_call_is_named(call, line: str, world: Path):
+    with pytest.raises((forebay.ForebayError, TypeError)) as error:
+        call()
+    assert line in str(error.value)
+
+
+def test_first_guesses_are_taken(world: Path):
+    vocabulary = {"[UNK]": 0, "mill": 1, "race": 2, "<|endoftext|>": 3}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    (world / "wrong.toml").write_text("[length]\nmax_word = 5\n")
+    for index, arguments in enumerate(
+        [
+            {"tokenizer": words},
+            {"filters": any_text(), "dedup": "exact", **P},
+            {"recipe": {"dedup": {"exact": True}}, **P},
+            {"slice_bytes": "8KB", **P},
+        ]
+    ):
+        result = prepare_dataset("corpus", world / f"d{index}", **{"workers": 1, **arguments})
+        assert result.documents_out == 3
+        assert sum(batch.inputs.size for batch in Loader(result, **B)) > 0
+    assert open_dataset("d0").manifest.vocab_size == len(vocabulary)
+    with pytest.raises(forebay.ForebayError, match=r"wrong\.toml: length\.max_word: unknown"):
+        prepare_dataset("corpus", "d9", recipe=Path("wrong.toml"), **P)
+    split = SampleOptions(validation_fraction=0.5)
+    assert len(Loader("ds", **B, split="validation", samples=split)) > 0
