@@ -79,9 +79,8 @@ class VerifiedChunks:
                     if wrong := wrong_chunks(data, expected[low * HASH_BYTES : high * HASH_BYTES], row.chunk_bytes):
                         begin = (low + wrong[0]) * size
                         raise DatasetError(
-                            f"{path}: expected the dataset's bytes in [{begin}, {min(row.bytes, begin + size)}), got "
-                            f"others (slice {row.sha256[:12]}…). The dataset was changed, or its disk fails. Fetch or "
-                            "prepare this slice again."
+                            f"{path}: bytes [{begin}, {min(row.bytes, begin + size)}) are not the dataset's (slice "
+                            f"{row.sha256[:12]}…). It was changed, or its disk fails. Fetch or prepare it again."
                         )
                     flags[low:high] = 1
             if flags.all():

@@ -110,5 +110,5 @@ def test_directories_that_were_written_apart_become_one_dataset(tmp_path, to: st
     if to == "litdata":  # Its readers keep what they have by this number.
         numbers = {json.loads(merge_indexes({"0.": index}))["updated_at"] for index in parts.values()}
         assert len(numbers) == 3
-    with pytest.raises(DatasetError, match=r"other\.: expected the columns of 0\., got others"):
+    with pytest.raises(DatasetError, match=r"other\.: its columns are not those of 0\."):
         merge_indexes({**parts, "other.": written("other", made_table({"text": ["a"]}))})

@@ -95,7 +95,7 @@ def test_a_source_is_verified_by_its_hashes(tmp_path):
     write_rows_slice(path, {"x": np.arange(9)})
     import_slices(path.parent)
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(DatasetError, match=r"expected the dataset's bytes in \[0, "):
+    with pytest.raises(DatasetError, match=r"bytes \[0, "):
         convert(path.parent, tmp_path / "y", "parquet", ConvertOptions())
     assert not (tmp_path / "y").exists()
 
@@ -122,7 +122,7 @@ def test_lines_that_do_not_fit(tmp_path):
         open_table(path)
     path.write_text('{"a": 1}\n\n{"b": {"c": [1.5]}}\n')
     assert read_table(path).to_pylist() == [{"a": 1, "b": None}, {"a": None, "b": {"c": [1.5]}}]
-    with pytest.raises(DatasetError, match=r"JSON: expected finite numbers, got another \(x, row 1\)"):
+    with pytest.raises(DatasetError, match=r"JSON: expected finite numbers, got infinity or NaN \(x, row 1\)"):
         convert(made_table({"x": [1.0, float("nan")]}), tmp_path / "o", "jsonl", ConvertOptions())
 
 

@@ -125,7 +125,7 @@ def test_changes_of_files_by_others_are_noticed(tmp_path, damage: str, caplog):
     cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
     assert (cache.get(names[0]) is not None) == (damage == "copied")
     assert cache.get(names[1]) is not None
-    assert ("got others" in caplog.text) == (damage == "flipped")
+    assert ("do not have that id" in caplog.text) == (damage == "flipped")
     entry = cache.open(info_of(content(2), CHUNK))
     if damage == "copied":
         assert entry.marks[1] == UNVERIFIED and entry.verify(np.arange(4))

@@ -247,7 +247,7 @@ def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path):
     path = tmp_path / "old/slices/000001.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-    with pytest.raises(DatasetError, match=r"000001\.safetensors: expected the dataset's bytes"):
+    with pytest.raises(DatasetError, match=r"000001\.safetensors: bytes"):
         grow(second, tmp_path / "new", tmp_path / "old")
     assert not (tmp_path / "new/manifest.json").exists()
 

@@ -210,7 +210,7 @@ def test_the_field_of_the_text_is_that_of_each_file(name: str, data: bytes, key:
 def test_when_all_is_dropped_the_report_says_why(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["too short", "short"])
     for to in ("dataset", "parquet"):
-        with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. See .*report\.html"):
+        with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. Loosen .*report\.html"):
             prepare(path, tmp_path / to, settings={"length": {"min_chars": 100}}, to=to)
         report = load_report(tmp_path / to)
         assert report["totals"]["documents_in"] == 2 and report["funnel"][1]["documents_out"] == 0

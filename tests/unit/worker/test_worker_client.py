@@ -65,8 +65,8 @@ def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int, tokeni
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ('{"dataset_type": "web"}', "'dummy', 'distributed_dummy', 'huggingface', got 'web'"),
-        ('{"model_size": "huge"}', "'tiny', 'small', 'medium', got 'huge'"),
+        ('{"dataset_type": "web"}', "dummy, distributed_dummy, huggingface, got 'web'"),
+        ('{"model_size": "huge"}', "tiny, small, medium, got 'huge'"),
         ('{"dataset_type": "huggingface"}', "dataset_name"),
         ('{"dataset_type": "distributed_dummy", "dataset_name": "pile"}', "dataset_name"),
         ('{"batch_size": 0}', "batch_size"),

@@ -273,8 +273,7 @@ def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str
         assert isinstance(key, Ed25519PublicKey)  # checked by _parse
         key.verify(cert.signature, cert.tbs_certificate_bytes)
     except InvalidSignature as error:
-        name = printable(cert.issuer.rfc4514_string(), 100)
-        raise ProtocolError(f"{what}: expected a certificate signed by {whose}, got one by {name}") from error
+        raise ProtocolError(f"{what}: its certificate is not signed by {whose}") from error
 
 
 @contextmanager

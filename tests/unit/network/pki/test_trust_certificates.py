@@ -160,7 +160,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir, tmp_path):
     large = {"roles": ["worker"], "datasets": ["x" * 60] * 20_000}
     cases = [
         (org, [*by_org, scoped(CROWN)], "may give data, worker, got admin"),
-        (org, [own, carried(wider), scoped(CROWN)], "signed by the network's root, got another"),
+        (org, [own, carried(wider), scoped(CROWN)], "signed by the network's root"),
         (org, [own, carried(rich), scoped(CROWN)], "organisation that issued its own"),
         (org, [key_id_of(rich), carried(rich)], "signed by its organisation"),
         (org, [key_id_of(root.cert)], "signed by the network's root"),
