@@ -138,7 +138,7 @@ def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path):
     with pytest.raises(PrepareError, match=r"signatures-000000\.npz: expected the signatures that the manifest lists"):
         grow(third, tmp_path / "again", child.path, **dedup)
     for wrong in ({"substring": True}, {}, {"lines": True, "max_cut_share": 0.5}):
-        with pytest.raises(UsageError, match="signatures: expected exact, url"):
+        with pytest.raises(UsageError, match="signatures: expected one of exact, url"):
             grow(third, tmp_path / "x", dedup={**wrong, "signatures": True})
     with pytest.raises(UsageError, match="expected --to dataset, got jsonl"):
         prepare(third, tmp_path / "x", settings=dedup, to="jsonl")
