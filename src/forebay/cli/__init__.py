@@ -55,7 +55,7 @@ def _message(error: ForebayError | OSError | ModuleNotFoundError) -> str:
 
 _EXTRAS = {
     "cryptography": "network", "libtorrent": "network", "torch": "torch", "transformers": "hf", "datasets": "hf",
-    "PIL": "vision", "onnxruntime": "classifiers", "kenlm": "lm", "obstore": "remote", "ray": "ray",
+    "PIL": "vision", "kenlm": "lm", "obstore": "remote", "ray": "ray",
     "prometheus_client": "network", "fastapi": "network", "uvicorn": "network", "starlette": "network",
 }  # fmt: skip
 """Which extra brings a package; all others come with `prepare`."""

@@ -1,4 +1,4 @@
-"""`forebay prepare` and `forebay classifier`."""
+"""`forebay prepare`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import os
 import sys
 import textwrap
 from argparse import Namespace
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, folder, percentage, positive, print_note, size
+from forebay.cli.arguments import add_settings, file, percentage, positive, print_note, size
 from forebay.errors import PrintableUrl, UsageError
 from forebay.toml import parse_settings
 from forebay.units import numbered
@@ -147,7 +146,7 @@ def _explain(name: str) -> None:
 
     if not name:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
-        print("tables:  read, dedup, tokenize, slice, rows, lm\n\n--explain NAME prints any of these.")
+        print("tables:  read, dedup, tokenize, slice, rows, fim\n\n--explain NAME prints any of these.")
         return
     is_recipe = name in recipe_names()
     if is_recipe:
@@ -155,27 +154,6 @@ def _explain(name: str) -> None:
     if not is_recipe or name in STAGES:
         # After a recipe as comments, so that the output is a valid recipe.
         print(textwrap.indent(describe(name), "# ", lambda line: True) if is_recipe else describe(name))
-
-
-def _train(args: Namespace) -> None:
-    from forebay.prepare.config import load_recipe
-    from forebay.prepare.scores.train import ClassifierSettings, train_classifier
-
-    settings = parse_settings(args.set)
-    names = {field.name for field in fields(ClassifierSettings)}
-    training = ClassifierSettings(**{name: settings.pop(name) for name in names & settings.keys()})
-    read = load_recipe(settings=settings).read
-    result = train_classifier(args.good, args.bad, args.out, training, read)
-    if args.json:
-        print(json.dumps(result))
-        return
-    for label, counts in result["documents"].items():
-        print(f"{label}: {counts['train']:,} documents to train on, {counts['held_out']:,} held out")
-    print(f"ROC AUC {result['roc_auc']:.4f}, average precision {result['average_precision']:.4f}")
-    print(f"{'threshold':>9} {'precision':>9} {'recall':>9} {'bad kept':>9}")
-    for point in result["curve"]:
-        print("{threshold:>9.4f} {precision:>9.3f} {recall:>9.3f} {bad_kept:>9.3f}".format(**point))
-    print(f"{args.out}/model.bin, curve.json")
 
 
 def add_verbs(verb: Any, group: Any) -> None:
@@ -208,11 +186,3 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", _OUTPUTS)
     p.add_flag("--annotate", "write the text with its scores and drop nothing")
     p.add("--explain", "print a recipe or the keys of a table; alone: a list", "NAME", nargs="?", const="")
-
-    verbs = group("classifier", "train a fastText classifier of good and bad documents")
-    p = verb("train", _train, "train a classifier and print its curve on documents held out", verbs)
-    p.epilog = "example: forebay classifier train --good wiki/ --bad crawl/ --out edu"
-    p.add("--good", "files, folders or URLs of documents to keep", "INPUT", nargs="+", required=True)
-    p.add("--bad", "the same of documents to drop", "INPUT", nargs="+", required=True)
-    p.add("--out", "where to write model.bin and curve.json", folder, required=True)
-    add_settings(p, "held_out=0.2, dim=64, epochs=10 or read.text_key=body")

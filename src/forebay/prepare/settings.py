@@ -38,6 +38,11 @@ _EXPECTED = {
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
+def former_defaults(**values: Any) -> Json:
+    """Return the last defaults of settings that are gone, for `former`."""
+    return values
+
+
 @cache
 def field_types(cls: Any) -> dict[str, Any]:
     """The types of a dataclass's fields, with the ranges that are annotated."""
@@ -113,7 +118,10 @@ def check_fields(settings: Any) -> None:
 def plain(value: Any) -> Any:
     """A setting as JSON and TOML have it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {**getattr(value, "former", {}), **{f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}}
+        return {
+            **getattr(value, "former", {}),
+            **{f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)},
+        }
     if isinstance(value, Mapping):
         return {str(key): plain(member) for key, member in value.items()}
     if isinstance(value, (tuple, list, frozenset, set)):

@@ -5,7 +5,7 @@ for English pages without markup, as in WET files; an extractor that sees the ma
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, spl
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers
 from forebay.prepare.filters.points import find
-from forebay.prepare.settings import Count, Positive, check_fields
+from forebay.prepare.settings import Count, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
 ANYWHERE, BEGINNING, WHOLE_LINE = 0, 1, 2
@@ -132,9 +132,10 @@ class Boilerplate(Stage):
         english: Use our list, `english.txt`.
         patterns: A file of more phrases, one a line in the same form; lines that begin with `#` are comments. Letters
             of ASCII are compared without case.
-        max_line_bytes: In a longer line no phrase is looked for: it has other text too.
         menu_lines: So many short lines after one another, or more, are a menu; 0 for never. Blank lines do not count.
-        menu_words: Up to so many words, and no punctuation at its end, make a line short.
+            A line is short with up to three words, and no punctuation at its end.
+
+    In a line of more than 200 bytes no phrase is looked for: it has other text too.
 
     A list of names, a poem of very short lines or a table of one column is taken for a menu: set `menu_lines = 0` for
     such corpora, and for code. Source: the rules are ours; C4's line rules are a filter of their own.
@@ -145,9 +146,9 @@ class Boilerplate(Stage):
     reasons = ("empty",)
     english: bool = True
     patterns: str = ""
-    max_line_bytes: Positive = 200
+    max_line_bytes: int = field(default=200, init=False)
     menu_lines: Count = 5
-    menu_words: Positive = 3
+    menu_words: int = field(default=3, init=False)
 
     def __post_init__(self) -> None:
         check_fields(self)

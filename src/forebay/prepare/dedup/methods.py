@@ -19,7 +19,7 @@ from forebay.arrays import U32, U64
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.settings import Positive, Share, check_fields
+from forebay.prepare.settings import Positive, Share, check_fields, former_defaults
 
 SIGNATURE_VERSION = 2
 """Changed when the same text gets another signature, so that old ones are not compared with new ones."""
@@ -284,10 +284,18 @@ class Dedup:
     max_cut_share: Share = 1.0
     signatures: bool = False
     own: tuple[Method, ...] = ()
-    former = {
-        "semantic": False, "embedding": "embedding", "dimension": 0, "similarity": 0.95, "clusters": 0, "seed": 1,
-        "span": SPAN, "overlap_ngram": Overlap.ngram, "overlap_share": Overlap.share, "overlap_sample": 1,
-    }  # fmt: skip
+    former = former_defaults(
+        semantic=False,
+        embedding="embedding",
+        dimension=0,
+        similarity=0.95,
+        clusters=0,
+        seed=1,
+        span=SPAN,
+        overlap_ngram=Overlap.ngram,
+        overlap_share=Overlap.share,
+        overlap_sample=1,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
