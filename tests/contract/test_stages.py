@@ -80,7 +80,7 @@ CASES: list[tuple[Stage, Callable]] = [
     (Boilerplate(), has_lines), (LineRules(), has_lines),
     (LineRules(max_removed_words=0.1, language=(("de", (("min_words", 0),)),)), has_lines),
     (C4(), has_sentences), (C4(min_sentences=1, terminal_punctuation=False, language=TABLE), has_sentences),
-    (Decontaminate((WORDS,), method="ngram", ngram=3, action="cut", margin=1), is_cut),
+    (Decontaminate((WORDS,), method="ngram", ngram=3, action="cut"), is_cut),
     *(
         (stage, is_unchanged)
         for stage in (

@@ -16,7 +16,7 @@ from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.language import Language
 from forebay.prepare.filters.lines import LineRules
 from forebay.prepare.filters.perplexity import Perplexity
-from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
+from forebay.prepare.filters.quality import GopherQuality, GopherRepetition, Length
 from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subset
 
 WRONG = {

@@ -8,7 +8,7 @@ import pytest
 from forebay.errors import UsageError
 from forebay.prepare.scores.classifiers import Transformers
 from support.batches import to_batch
-from support.bert import WORDS, save_bert, save_tokenizer
+from support.bert import WORDS, save_bert
 
 TEXTS = ["w1 w2 w3", "w9", "w5 " * 30, "w7 " * 200, "nothing known", *(f"w{i} w{i + 1} w{i * 2}" for i in range(30))]
 
