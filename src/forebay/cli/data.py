@@ -217,7 +217,7 @@ def _extract(args: Namespace) -> bool:
 def _demo(args: Namespace) -> None:
     from forebay.demo import run_demo
 
-    run_demo(args.input, args.json, args.keep, args.command, args.tokenizer)
+    run_demo(args.input, args.json, args.keep, args.command)
 
 
 _OF_TEXT = "by first bytes alone: `forebay prepare` reads text, and reports what is wrong with it"
@@ -232,9 +232,7 @@ def _convert(args: Namespace) -> None:
     from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 
     options = _convert_options(args)
-    if (args.out is None) == (args.out_named is None):
-        raise UsageError("convert: expected one OUT, behind SRC or by --out, got none or both.")
-    args.source, args.out = path_or_url(args.source), path_or_url(args.out or args.out_named)
+    args.source, args.out = path_or_url(args.source), path_or_url(args.out)
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
     to = format_named(args.to)
@@ -262,14 +260,16 @@ def _convert(args: Namespace) -> None:
 def _convert_options(args: Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
-    settings = parse_settings(args.set)
-    names = {field.name for field in fields(ConvertOptions)} - {"dtype", "on_progress", "on_skipped", "sink"}
+    settings, arguments = parse_settings(args.set), ("seq_len", "slice_bytes", "name")
+    names = {field.name for field in fields(ConvertOptions)}.difference(
+        arguments, ("dtype", "on_progress", "on_skipped", "sink")
+    )
     if unknown := sorted(settings.keys() - names):
         raise UsageError(f"convert: --set: expected one of {', '.join(sorted(names))}, got {unknown[0]!r}.")
     if "resize" in settings:
         height, _, width = str(settings["resize"]).partition("x")
         settings["resize"] = (height, width or height)
-    options = {name: getattr(args, name) for name in ("seq_len", "slice_bytes", "name")}
+    options = {name: getattr(args, name) for name in arguments}
     dtype = {"uint16": "U16", "uint32": "U32"}.get(args.dtype or "")
     return validate(ConvertOptions, {**options, "dtype": dtype, **settings}, "convert")
 
@@ -322,12 +322,7 @@ def _mirror(args: Namespace) -> None:
                 args.source, args.target, shards=shards, max_workers=args.connections, on_progress=advance
             )
         return show(args, shown)
-    source = args.source
-    if args.publisher is not None:
-        if not source.startswith("forebay://"):
-            raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")
-        source += f"?publisher={args.publisher}"
-    dataset = open_remote(source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
+    dataset = open_remote(args.source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
     total = int(dataset.table.bytes[start:stop].sum())
@@ -336,7 +331,7 @@ def _mirror(args: Namespace) -> None:
         if args.share:
             report, figures = mirror_by_swarm(
                 dataset, args.target, share=args.share, start=start, stop=stop, connections=args.connections,
-                upload_bytes_per_s=args.upload_limit, on_progress=advance,
+                on_progress=advance,
             )  # fmt: skip
             swarm = {"swarm": figures}
         else:
@@ -372,12 +367,10 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--input", "text to train on (default: Python's library)", Path, nargs="+", metavar="PATH")
     p.add("--json", "also write the summary to a file (default: no)", file)
     p.add("--keep", "keep all files in this new directory (default: no)", folder)
-    p.add("--tokenizer", "tokenizer, as for `forebay prepare`", "T", "train:4096")
 
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
     p.add("source", "file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://", "SRC")
-    p.add("out", "file or directory to write, or s3://, r2://, gs:// or az:// and a prefix", "OUT", nargs="?")
-    p.add("--out", "the same, for those who name it (default: behind SRC)", "OUT", dest="out_named")
+    p.add("out", "file or directory to write, or s3://, r2://, gs:// or az:// and a prefix", "OUT")
     p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", "FORMAT")
     p.add("--dtype", "of the tokens written (default: the source's)", ["uint16", "uint32"])
     p.add("--seq-len", "tokens of a sample (default: the source's)", positive)
@@ -397,7 +390,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("target", "a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files", "DST")
     p.add("--slices", "copy only these slices or shards (default: all)", index_range, metavar="A:B")
     p.add("--id", "expected dataset id; another one is refused (default: any)")
-    p.add("--publisher", "forebay:// URLs: copy only what it signed (default: any)", "PEER_ID")
     p.add("--connections", "concurrent requests", positive, 16)
     add_identity(p)
     add_from_urls(p)
@@ -409,4 +401,3 @@ def add_verbs(verb: Any, group: Any) -> None:
         nargs="?",
         const=True,
     )
-    p.add("--upload-limit", "with --share: bytes per second (default: none)", size)

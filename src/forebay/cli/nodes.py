@@ -172,13 +172,9 @@ def _schedule(args: Namespace) -> None:
             started.set()
             if stop.is_set():
                 return
-            with contextlib.ExitStack() as stack:
-                shown = {}
-                if args.dashboard is not None:
-                    shown["dashboard"] = stack.enter_context(_open_page(args, service, client)).url
-                ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
-                      ledger=str(service.ledger_path), **shown)  # fmt: skip
-                until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
+            ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
+                  ledger=str(service.ledger_path))  # fmt: skip
+            until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
             started.set()
@@ -187,16 +183,6 @@ def _schedule(args: Namespace) -> None:
         raise LeaseError(
             f"{left_out}. Find out why workers could not read them, then run the missing samples as another job."
         )
-
-
-def _open_page(args: Namespace, service: Any, client: Any) -> Any:
-    """The dashboard of the scheduler in this process."""
-    from forebay.cli.operate import open_page
-    from forebay.observe.sources import NodeSource, status_by
-
-    ask = status_by(client)
-    source = NodeSource("", lambda address: ask(address) if address else service.status())
-    return open_page(args.dashboard, source)
 
 
 def _watch_standby(args: Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
@@ -284,8 +270,7 @@ def _coordinate(args: Namespace) -> None:
     if args.state is None:
         print_note("the run's state is in memory; --state DIR stores it.")
     rules = Rules(
-        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
-        args.workers_per_member,
+        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout,
     )  # fmt: skip
     coordinator = Coordinator(
         host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
@@ -355,7 +340,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--idle-timeout", "no progress until its leases expire", seconds, 600.0)
     p.add("--max-failures", "workers that fail until a slice is set aside", positive, 3)
     p.add_flag("--exit-when-done", "exit when the job is done; 1 if slices were set aside")
-    p.add("--dashboard", "also serve its page there, on this machine only (default: no page)", "HOST:PORT")
     p = verb("job", _job, "pause, resume or change the job of a running scheduler; needs the role admin")
     p.add("action", "readmit: slices that were set aside", ["pause", "resume", "readmit"])
     p.add("arguments", "readmit: slices (default: all)", "ARG", nargs="*")
@@ -392,6 +376,4 @@ def add_verbs(verb: Any, group: Any) -> None:
     add_settings(p, "dataset_name=books or num_steps=1000")
     p.add("--silence-timeout", "silence until a worker is removed", seconds, 90.0)
     p.add("--disconnect-timeout", "the same after a disconnect", seconds, 5.0)
-    p.add("--step-timeout", "wait for a step's end, then regroup", seconds, 600.0)
-    p.add("--workers-per-member", "per certificate, with --identity", positive, 8)
     p.add_flag("--exit-when-done", "exit when the run's last step is done")

@@ -39,7 +39,6 @@ from forebay.toml import read_toml
 if TYPE_CHECKING:
     from forebay.dataset.documents import Documents
     from forebay.ledger.index import LedgerIndex
-    from forebay.observe.dashboard import Dashboard
     from forebay.observe.ledger_queries import BatchShare
     from forebay.observe.plan import DatasetSpec, RunSpec
     from forebay.observe.sources import Source
@@ -82,29 +81,24 @@ def _top(args: Namespace) -> None:
             ) from error
 
 
-def open_page(listen: str, source: Source, record: Path | None = None, *, is_open: bool = False) -> Dashboard:
-    """A dashboard that serves at `listen`; beyond loopback only if `is_open`."""
+def _dashboard(args: Namespace) -> None:
     from forebay.observe.dashboard import Dashboard
     from forebay.observe.record import RunRecord
 
-    host, port = address(listen)
-    if not is_loopback(host):
-        if not is_open:
-            raise UsageError(
-                f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could read "
-                "the page. Use 127.0.0.1 and an SSH tunnel, or `forebay dashboard --allow-plain-http`."
-            )
-        print_note(f"plain HTTP on {listen}: any host that reaches it can read the page.")
-    recorded = None if record is None else RunRecord(record)
-    return Dashboard(source, host, port, record=recorded).start()
-
-
-def _dashboard(args: Namespace) -> None:
     stop = stop_event()
     with ExitStack() as stack:
         source = _open(args, stack, "dashboard")
         source.poll()  # What cannot be shown is an error here.
-        page = stack.enter_context(open_page(args.listen, source, args.record, is_open=args.allow_plain_http))
+        host, port = address(args.listen)
+        if not is_loopback(host):
+            if not args.allow_plain_http:
+                raise UsageError(
+                    f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could "
+                    "read the page. Use 127.0.0.1 and an SSH tunnel, or --allow-plain-http."
+                )
+            print_note(f"plain HTTP on {args.listen}: any host that reaches it can read the page.")
+        record = None if args.record is None else RunRecord(args.record)
+        page = stack.enter_context(Dashboard(source, host, port, record=record).start())
         ready(args, role="dashboard", url=page.url)
         until_stopped(stop)
 
@@ -211,7 +205,7 @@ def _export(args: Namespace) -> None:
     from forebay.observe.ledger_queries import export_uses
 
     index = open_index(args.file)
-    count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)
+    count = export_uses(index, args.out, sample_ids=args.sample_ids)
     print_result(args, {"uses": count, "out": str(args.out)}, f"{count:,} uses to {args.out}")
 
 
@@ -378,7 +372,7 @@ def _simulate(args: Namespace) -> bool:
     from forebay.observe.progress import bar
     from forebay.simulate import Scenario, simulate
 
-    options = ("workers", "slices", "churn", "seed", "epochs")
+    options = ("workers", "slices", "churn", "seed")
     values = read_toml(args.scenario) if args.scenario else {}
     values |= {name: value for name in options if (value := getattr(args, name)) is not None}
     scenario = validate(Scenario, values, "simulate")
@@ -421,8 +415,7 @@ def add_verbs(verb: Any, group: Any) -> None:
 
     p = verb("export", _export, "write the uses as a table", verbs)
     p.add("file", "the ledger", Path)
-    p.add("--out", "the file to write (required)", file, required=True)
-    p.add("--format", "format of the table", ["jsonl", "parquet"], "jsonl")
+    p.add("--out", "the file to write: .parquet, or else JSON lines (required)", file, required=True)
     p.add_flag("--sample-ids", "add a column with the ids of the samples")
 
     p = verb("launch", _launch, "write the files that run Forebay on a cluster or in containers, filled in")
@@ -457,5 +450,4 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--slices", "slices of the dataset (default: 10000)", positive)
     p.add("--churn", "share of the workers that are killed and replaced (default: 0)", share)
     p.add("--seed", "seed of all random choices (default: 0)", int)
-    p.add("--epochs", "passes over the dataset (default: 1)", positive)
-    p.add("--scenario", "TOML with further settings: links, faults (default: none)", file)
+    p.add("--scenario", "TOML with further settings: epochs, links, faults (default: none)", file)

@@ -54,9 +54,6 @@ def _prepare(args: Namespace) -> None:
             f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
             file=sys.stderr,
         )
-    if args.finish and args.task:
-        raise UsageError("prepare: expected --task or --finish, got both. Leave out one.")
-    args.task = "finish" if args.finish else args.task
     names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
     options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
@@ -65,7 +62,7 @@ def _prepare(args: Namespace) -> None:
         )
     result = output.to_json()
     if not output.id and args.task:
-        print(f"all tasks of {args.out} are finished; --finish in place of --task writes the output")
+        print(f"all tasks of {args.out} are finished; --task finish writes the output")
         return
     if args.json:
         print(json.dumps(result))
@@ -96,8 +93,7 @@ def _recipe(args: Namespace) -> Recipe:
     from forebay.prepare.dedup.methods import KINDS
 
     options = {
-        "name": args.name, "sample": args.sample,
-        "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
+        "sample": args.sample, "tokenize": {"tokenizer": args.tokenizer},
         "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
     settings = merge(parse_settings(args.set), _without_none(options))
@@ -167,14 +163,11 @@ def add_verbs(verb: Any, group: Any) -> None:
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
     p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES")
     p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS")
-    p.add("--format", "read every input as this format (default: auto)", "NAME")
-    p.add("--name", "name of the dataset (default: the directory's)")
     p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", size)
     p.add("--seed", "of the shuffle and of train: (default: the recipe's, or 0)", int, metavar="N")
     p.add("--workers", "processes (default: one per core)", positive)
     p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", "NAME", "local")
-    p.add("--task", "run the I-th of N jobs that share the tasks (default: one run)", "I/N", "")
-    p.add_flag("--finish", "write the output of such jobs; run it beside or after them")
+    p.add("--task", "I/N: the I-th of N jobs that share the tasks; finish: write their output", "I/N", "")
     p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", percentage)
     p.add_flag("--dry-run", "print what would run, on how much, and stop")
     p.add("--write-ids", "write the source id of each kept document (default: no)", file)

@@ -189,7 +189,7 @@ def prepare_dataset(
             return _run(run, _Job(output, sources, own_splits, loaded, strict))
         except TasksFinishedError:
             if store.exists(RUN_FILE):  # else another process has written the output
-                progress.finish("ended", "all tasks are finished: `forebay prepare --finish` writes the output")
+                progress.finish("ended", "all tasks are finished: `forebay prepare --task finish` writes the output")
             return PrepareResult(run.path, recipe.name, "", 0, 0, 0, 0)
 
 
