@@ -77,9 +77,7 @@ class NodeProcess:
         self.popen.communicate()
 
 
-def run_demo(
-    inputs: Sequence[Path] | None, json_file: Path | None, keep: Path | None, command: Sequence[str]
-) -> None:
+def run_demo(inputs: Sequence[Path] | None, json_file: Path | None, keep: Path | None, command: Sequence[str]) -> None:
     """Run the demo and print its summary. Raises ForebayError if the ledger has no proof."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:

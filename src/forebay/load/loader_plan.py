@@ -136,7 +136,7 @@ class LoaderPlan:
         self._make_collator = partial(
             make_collator, self.indexes,
             dtype=token_dtype(samples.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64,
-            document_masks=config.document_masks, pad_id=samples.pad_id, trim_padding=samples.trim_padding,
+            document_masks=config.document_masks, pad_id=samples.pad_id,
         )  # fmt: skip
         self._make_collator()  # Checks its arguments.
         self.cached, self.cache = resolve_cache(list(self.datasets.values()), config)

@@ -139,7 +139,6 @@ class SampleOptions:
             fewer samples than ranks remain, a rank without one gets one sample of another step, with weight 0 and no
             sample_ids. All ranks have the same number of steps; `batch.weight` corrects for uneven shares.
         pad_id: The padding of rows; by default EOS, or 0.
-        trim_padding: Layout `rows`: remove the last columns of a batch that are padding in all its rows.
         max_documents: Pad `cu_seqlens` to [max_documents + 1], for compilers that need fixed shapes.
         prefetch_batches: Batches made ahead by a thread; 0 makes them in the caller's thread. Slices are fetched ahead
             either way.
@@ -153,7 +152,6 @@ class SampleOptions:
     dtype: Any = np.int64
     drop_last: bool = False
     pad_id: int | None = None
-    trim_padding: bool = False
     max_documents: int | None = None
     prefetch_batches: int = 0
 
@@ -161,7 +159,6 @@ class SampleOptions:
         check_integer("prefetch_batches", self.prefetch_batches, 0)
         check_integer("max_documents", self.max_documents, 1)
         check_choice("drop_last", self.drop_last, (True, False))
-        check_choice("trim_padding", self.trim_padding, (True, False))
 
 
 class LoaderArguments(TypedDict, total=False):

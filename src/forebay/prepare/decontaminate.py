@@ -391,7 +391,7 @@ class Decontaminate(Stage):
         return listed
 
     def _find(self) -> SetFiles:
-        options = ReadOptions(text_keys=self.fields or (ALL_FIELDS,))
+        options = ReadOptions(text_key=self.fields or (ALL_FIELDS,))
         return SetFiles.find(self.sets, options, self.ngram_words)
 
     def index(self) -> EvaluationIndex:

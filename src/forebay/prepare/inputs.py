@@ -326,7 +326,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
         got = printable(", ".join(columns))[:300]
         raise UnreadableInputError(
             f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got {got}. "
-            'Name it beside those of other files (--set \'read.text_keys=["text", "NAME"]\'), or by its number in a '
+            'Name it beside those of other files (--set \'read.text_key=["text", "NAME"]\'), or by its number in a '
             "CSV without a header (--set read.text_key=0)."
         )
     return field if field != options.text_key else ""

@@ -1,6 +1,6 @@
 """The recipe: everything that decides the bytes of a dataset. Each table of its file is a frozen dataclass here."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -132,8 +132,8 @@ class Recipe(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rows is not None and self.rows.template not in TEMPLATES and not self.read.keep_roles:
-            object.__setattr__(self, "read", replace(self.read, keep_roles=True))
+        if self.rows is not None and self.rows.template not in TEMPLATES:
+            object.__setattr__(self, "read", self.read.with_roles())
 
     def to_json(self) -> Json:
         """Every setting, defaults too, as the lineage has it: `stages` is a list of [name, settings]."""

@@ -204,7 +204,7 @@ def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path):
 def test_the_field_of_the_text_is_that_of_each_file(name: str, data: bytes, key: str, tmp_path):
     (tmp_path / name).write_bytes(data)
     assert [file.text_key for file in find_inputs(tmp_path, ReadOptions()).files] == [key]
-    assert find_inputs(tmp_path, ReadOptions(text_keys=("text",))).files[0].text_key == ""
+    assert find_inputs(tmp_path, ReadOptions(text_key=("text",))).files[0].text_key == ""
 
 
 def test_when_all_is_dropped_the_report_says_why(tmp_path):

@@ -23,7 +23,6 @@ WRONG = {
     Boilerplate: [
         ({"patterns": "/nowhere"}, "patterns: expected a file"),
         ({"menu_lines": -1}, "menu_lines: expected at least 0, got -1"),
-        ({"english": "yes"}, "english: expected true or false"),
     ],
     Pii: [
         ({"kinds": ("mail",)}, "kinds: expected 'email', .*'key', .*, got 'mail'"),

@@ -15,10 +15,16 @@ import pyarrow as pa
 
 from forebay.arrays import I32, U64
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Measure, StageResult, first_failing, replace_column, text_buffers, text_column
+from forebay.prepare.documents import (
+    Measure,
+    Stage,
+    StageResult,
+    first_failing,
+    replace_column,
+    text_buffers,
+    text_column,
+)
 from forebay.prepare.filters.language import (
-    ByLanguage,
-    LanguageStage,
     all_stop_words,
     language_hash,
     language_hashes,
@@ -51,7 +57,7 @@ _AT_BEGIN, _AT_END, _SOMEWHERE, _PHRASE_WORDS = 1, 2, 4, 5
 
 
 @dataclass(frozen=True)
-class LineRules(LanguageStage):
+class LineRules(Stage):
     """Take out the lines that are no text, and drop documents that lose too much.
 
     Each rule has its count in the report; the first that a line fails counts. 0 (1 for a share) switches a rule off.
@@ -65,7 +71,6 @@ class LineRules(LanguageStage):
             A line of four words or more without one goes as well if more than half of them are words of menus (`Photo
             video share …`) or have no vowel.
         max_removed_words: Drop a document if a larger share of its words is taken out: 1 (never; RefinedWeb: 0.05).
-        language: Tables of other settings for languages: `[lines.language.de]`.
 
     Always takes out lines with digits and no letter; lines such as `3 likes` or `1.2k views · 4 comments`; and lines
     of up to 10 words that begin (`Sign in`) or end (`Read more`) as navigation does, or hold such a phrase (`items in
@@ -80,15 +85,16 @@ class LineRules(LanguageStage):
     max_uppercase: Share = 0.5
     stop_word_lines: Count = 10
     max_removed_words: Share = 1.0
-    language: ByLanguage = ()
 
-    former = former_defaults(numbers=True, counters=True, prompts=True, prompt_words=PROMPT_WORDS, stop_words="auto")
+    former = former_defaults(
+        language=[], numbers=True, counters=True, prompts=True, prompt_words=PROMPT_WORDS, stop_words="auto"
+    )
 
     name = "lines"
     version = 2
     reasons = ("lines_empty", "lines_removed_words")
 
-    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without those lines; of a dropped document the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
         keys, values, listed = _stop_table()

@@ -126,9 +126,6 @@ class _Condition(Stage):
     min: float | None = None
     max: float | None = None
     one_of: Texts = ()
-    none_of: Texts = ()
-    after: str = ""
-    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,6 +143,9 @@ class Select(_Condition):
         missing: Documents without a value: `drop` or `keep`.
     """
 
+    none_of: Texts = ()
+    after: str = ""
+    before: str = ""
     keep_percentile: Percentiles = ()
     top_share: Share | None = None
     missing: Literal["drop", "keep"] = "drop"
@@ -301,10 +301,12 @@ class Subset(_Condition):
     Args:
         subset: The name: letters, digits, `-`, `_` and `.`.
         column: The name of the column.
-        min, max, one_of, none_of, after, before: As of `[[select]]`.
+        min, max, one_of: As of `[[select]]`.
     """
 
     subset: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=64)] = "rest"
+
+    former = former_defaults(none_of=[], after="", before="")
 
     name = "subset"
     version = 1

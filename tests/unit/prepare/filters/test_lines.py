@@ -95,8 +95,6 @@ def test_language_of_the_document():
     assert rule(line, "de") == rule(line) == rule(line, "tlh") == ""
     assert rule(line, "en") == "no_stop_words"
     assert rule(PLAIN + " cheap", "de") == "no_stop_words" and rule(PLAIN + " cheap", "tlh") == ""
-    by_language = (("de", (("min_words", 0),)),)
-    assert rule("Wort", "de", language=by_language) == "" and rule("word", "en", language=by_language) == "one_word"
 
 
 def test_counts_and_dropped_documents():
