@@ -77,7 +77,9 @@ class NodeProcess:
         self.popen.communicate()
 
 
-def run_demo(inputs: Sequence[Path] | None, json_file: Path | None, keep: Path | None, command: Sequence[str]) -> None:
+def run_demo(
+    inputs: Sequence[Path] | None, json_file: Path | None, keep: Path | None, command: Sequence[str], tokenizer: str
+) -> None:
     """Run the demo and print its summary. Raises ForebayError if the ledger has no proof."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
@@ -93,7 +95,7 @@ def run_demo(inputs: Sequence[Path] | None, json_file: Path | None, keep: Path |
         slice_bytes = min(64 << 20, max(16 << 10, sum(file.stat().st_size for file in files) // 80))
         with PrepareBar() as progress:
             prepared = prepare_dataset(
-                sources, directory / "dataset", tokenizer="train:4096", name=NAME, slice_bytes=slice_bytes,
+                sources, directory / "dataset", tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes,
                 on_progress=progress.update,
             ).to_json()  # fmt: skip
         summary = {**prepared, "bytes": open_dataset(directory / "dataset").manifest.bytes}

@@ -217,7 +217,7 @@ def _extract(args: Namespace) -> bool:
 def _demo(args: Namespace) -> None:
     from forebay.demo import run_demo
 
-    run_demo(args.input, args.json, args.keep, args.command)
+    run_demo(args.input, args.json, args.keep, args.command, args.tokenizer)
 
 
 _OF_TEXT = "by first bytes alone: `forebay prepare` reads text, and reports what is wrong with it"
@@ -367,6 +367,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--input", "text to train on (default: Python's library)", Path, nargs="+", metavar="PATH")
     p.add("--json", "also write the summary to a file (default: no)", file)
     p.add("--keep", "keep all files in this new directory (default: no)", folder)
+    p.add("--tokenizer", "tokenizer, as for `forebay prepare`", "T", "train:4096")
 
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
     p.add("source", "file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://", "SRC")

@@ -171,7 +171,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print results, and errors, as JSON")
     add("-q", "--quiet", action="store_true", help="show no progress")
     add("-v", "--verbose", action="count", help="log more: info, and twice: debug")
-    add("--env-file", metavar="FILE", help="take R2_DATASET_* and DATASET_BINS_PATH from a file, unless they are set")
+    add("--env-file", metavar="FILE", help="take R2_DATASET_* and DATASET_BINS_PATH from a file, unless they are set (default: FOREBAY_ENV_FILE)")
     add("--log-level", choices=LEVELS, help="default: info for servers, else warning")
     add("--log-format", choices=("text", "json"), help="of lines on stderr; default: text")
 

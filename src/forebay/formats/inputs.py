@@ -165,7 +165,7 @@ class ReadOptions:
     columns: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
 
-    former = MappingProxyType({"text_keys": ()})
+    former = MappingProxyType({"text_keys": []})
 
     def __post_init__(self) -> None:
         for name, kind in self.columns.items():

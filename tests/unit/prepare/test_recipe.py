@@ -45,7 +45,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path):
         ("[[length]]\nmin_chars = 5\n\n[[length]]\nmin_chars = -1.5\n", " length.min_chars: expected"),
         ("slice.bytes = '64 KB of'", " slice.bytes: expected a size such as 64MiB, got '64 KB of'"),
         ("slice.bytes = 10", " slice.bytes: expected at least 4096, got 10"),
-        ("\nread = { text_key = 5, id_key = 'i' }", " read.text_key: expected a string, got 5"),
+        ("\nread = { text_key = 5, id_key = 'i' }", " read.text_key: expected a string or a list, got 5"),
         ("[rows]\ntoo_long = 'I8'", " rows.too_long: expected 'cut' or 'drop', got 'I8'"),
         ("unicode = 3", " unicode: expected a table of settings, true or false, got 3"),
         ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
