@@ -257,6 +257,12 @@ def _convert(args: Namespace) -> None:
         print_note(line)
 
 
+def _formats() -> list[str]:
+    from forebay.convert import written_formats
+
+    return [*written_formats()]
+
+
 def _convert_options(args: Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
@@ -372,7 +378,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
     p.add("source", "file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://", "SRC")
     p.add("out", "file or directory to write, or s3://, r2://, gs:// or az:// and a prefix", "OUT")
-    p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", "FORMAT")
+    p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", "FORMAT", values=_formats)
     p.add("--dtype", "of the tokens written (default: the source's)", ["uint16", "uint32"])
     p.add("--seq-len", "tokens of a sample (default: the source's)", positive)
     p.add("--slice-bytes", "largest file (default: 64MiB)", size, 64 << 20)

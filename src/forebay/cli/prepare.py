@@ -152,21 +152,41 @@ def _explain(name: str) -> None:
         print(textwrap.indent(describe(name), "# ", lambda line: True) if is_recipe else describe(name))
 
 
+def _recipes() -> list[str]:
+    from forebay.prepare.config import recipe_names
+
+    return recipe_names()
+
+
+def _filters() -> list[str]:
+    from forebay.plugins import plugins
+    from forebay.prepare.recipe import GROUPS, STAGES
+
+    return [*GROUPS, *STAGES, *plugins("forebay.filters")]
+
+
+def _dedup() -> list[str]:
+    from forebay.plugins import plugins
+    from forebay.prepare.dedup.methods import KINDS
+
+    return [*KINDS, *plugins("forebay.dedup")]
+
+
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset; run it again to resume")
     p.epilog = "example: forebay prepare crawl/ --out web --tokenizer gpt2 --recipe fineweb"
     p.add("inputs", "paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)", "INPUT", nargs="*")
     p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", "DIR")
     p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", "T")
-    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME")
+    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME", values=_recipes)
     p.add("--config", "TOML file with your settings (default: none)", file)
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
-    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES")
-    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS")
+    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES", values=_filters)
+    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS", values=_dedup)
     p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", size)
     p.add("--seed", "of the shuffle and of train: (default: the recipe's, or 0)", int, metavar="N")
     p.add("--workers", "processes (default: one per core)", positive)
-    p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", "NAME", "local")
+    p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", "NAME", "local", values=lambda: ["local", "ray"])
     p.add("--task", "I/N: the I-th of N jobs that share the tasks; finish: write their output", "I/N", "")
     p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", percentage)
     p.add_flag("--dry-run", "print what would run, on how much, and stop")
@@ -178,4 +198,11 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
     p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", _OUTPUTS)
     p.add_flag("--annotate", "write the text with its scores and drop nothing")
-    p.add("--explain", "print a recipe or the keys of a table; alone: a list", "NAME", nargs="?", const="")
+    p.add(
+        "--explain",
+        "print a recipe or the keys of a table; alone: a list",
+        "NAME",
+        nargs="?",
+        const="",
+        values=lambda: [*_recipes(), *_filters()],
+    )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, ClassVar, TypeAlias
 
 from forebay.errors import CorruptInputError, PrepareError, UnreadableInputError, UsageError
 from forebay.storage.compression import MAX_WINDOW_BYTES, MIN_UNPACKED_BYTES, ChunkStream, unpack_stream
@@ -165,7 +165,7 @@ class ReadOptions:
     columns: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
 
-    former = MappingProxyType({"text_keys": []})
+    former: ClassVar[Mapping[str, object]] = MappingProxyType({"text_keys": []})
 
     def __post_init__(self) -> None:
         for name, kind in self.columns.items():

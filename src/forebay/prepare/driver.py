@@ -66,7 +66,7 @@ def prepare_dataset(
     filters: str | Stage | Sequence[str | Stage] = (),
     dedup: str | Method | Sequence[str | Method] = (),
     name: str | None = None,
-    slice_bytes: int | None = None,
+    slice_bytes: int | str | None = None,
     seed: int | None = None,
     settings: Mapping[str, Any] | None = None,
     to: str | Output = "dataset",
