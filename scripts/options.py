@@ -16,7 +16,7 @@ from typing import Any
 
 _PLACES = Path(__file__).with_suffix(".toml")
 _INTERNAL = ("own", "on_progress", "on_skipped", "sink")  # Fields that no user sets.
-_SHARED = {"--json", "--quiet", "--verbose", "--env-file", "--log-level", "--log-format"}  # Of all commands.
+_SHARED = {"--json", "--quiet", "--verbose", "--env-file", "--log-level", "--log-format", "--identity"}  # Of all commands.
 
 
 def places() -> dict[str, Mapping[str, str]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import (
-    add_identity,
     add_settings,
     file,
     folder,
@@ -356,7 +355,6 @@ def add_verbs(verb: Any, group: Any) -> None:
         p.add("dataset", "directory or URL, of Forebay's format or one of docs/reference/formats.md")
         if name == "inspect":
             p.add("--documents", "print the first N, or rows (default: none)", positive)
-        add_identity(p)
     p = verb("report", _report, "show what preparation kept and dropped, and why; or compare two")
     p.add("dataset", "a dataset, its report.json or report.html, or a run: its failed tasks")
     p.add("second", "another one, to compare with the first (default: none)", "DATASET", nargs="?")
@@ -398,7 +396,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--slices", "copy only these slices or shards (default: all)", index_range, metavar="A:B")
     p.add("--id", "expected dataset id; another one is refused (default: any)")
     p.add("--connections", "concurrent requests", positive, 16)
-    add_identity(p)
     add_from_urls(p)
     p.add(
         "--share",

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, address, days, file, folder, positive, print_result, show
+from forebay.cli.arguments import address, days, file, folder, positive, print_result, show
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
@@ -370,5 +370,4 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("directory", "a node's, an organisation's or the network's", Path)
     p = verb("sign", _network_sign, "sign a dataset as its publisher", network)
     p.add("dataset", "a local dataset")
-    add_identity(p)
     p.add_list("--origin", "https, s3, gs or az URL of a copy; may be repeated (default: none)", "URL")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import (
-    add_identity,
     add_settings,
     address,
     file,
@@ -43,7 +42,7 @@ from forebay.errors import LeaseError, UsageError
 from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
-from forebay.toml import parse_settings, read_toml
+from forebay.toml import parse_settings
 
 
 def _status(args: Namespace) -> bool:
@@ -287,8 +286,8 @@ def _coordinate(args: Namespace) -> None:
 
 
 def _run_config(args: Namespace) -> dict[str, Any]:
-    """The settings for all workers: the file's, with those of --set laid over them."""
-    config = (read_toml(args.config) if args.config is not None else {}) | parse_settings(args.set)
+    """The settings for all workers."""
+    config = parse_settings(args.set)
     wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]
     if wrong:
         raise UsageError(f"coordinator: expected plain values as settings, got {', '.join(wrong)} of another kind.")
@@ -316,7 +315,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("status", _status, about)
     about = "scheduler, data node or coordinator; http://… without TLS, udp://… a DHT node (default: FOREBAY_STATUS)"
     p.add("address", about, "HOST:PORT", os.environ.get("FOREBAY_STATUS"), nargs="?")
-    add_identity(p)
     p.add("--timeout", "longest wait for the answer", seconds, 2.0)
     p.add_flag("--probe", "exit 1 only if it takes no requests: for what restarts a node")
 
@@ -344,7 +342,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("action", "readmit: slices that were set aside", ["pause", "resume", "readmit"])
     p.add("arguments", "readmit: slices (default: all)", "ARG", nargs="*")
     p.add("--scheduler", "address of the scheduler (required)", "HOST:PORT")
-    add_identity(p)
 
     about = "run a program whose forebay.Loader() leases, downloads and shares the slices of a scheduler's job"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
@@ -370,9 +367,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--listen", "address to listen at", "HOST:PORT", "127.0.0.1:8000")
     p.add("--min-workers", "start when N workers have joined", positive, 1)
     p.add("--state", "store the run's state; a restart continues it (default: in memory)", "DIR")
-    add_identity(p)
     p.add_flag("--allow-plain-http", "allow plain HTTP beyond this machine")
-    p.add("--config", "TOML with settings for all workers (default: none)", file)
     add_settings(p, "dataset_name=books or num_steps=1000")
     p.add("--silence-timeout", "silence until a worker is removed", seconds, 90.0)
     p.add("--disconnect-timeout", "the same after a disconnect", seconds, 5.0)

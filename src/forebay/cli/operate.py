@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import (
-    add_identity,
     add_settings,
     address,
     file,
@@ -114,12 +113,12 @@ def _verify(args: Namespace) -> bool:
         return _print_verified(
             args, vars(verify_steps(args.file)), "each sample was used once by the steps that counted"
         )
-    root = args.root or (args.identity and args.identity / "root-cert.pem")
+    root = args.identity and args.identity / "root-cert.pem"
     certify = partial(verify_certificate, root=der_of(read_certs(root)[0])) if root else partial(peer_of)
     replayed = replay if args.samples else None
     report = verify_ledger(args.file, args.key, verify, replayed, args.max_set_aside, certify)
     success = f"chain, signatures and coverage hold; signed by scheduler {report.scheduler} (--key HEX demands a key)"
-    success += "; workers are certified" if root else "; keys were not checked against a network (--identity, --root)"
+    success += "; workers are certified" if root else "; keys were not checked against a network (--identity)"
     return _print_verified(args, {**vars(report), "certified": bool(root)}, success)
 
 
@@ -389,20 +388,16 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("top", _top, "show a job, a node, a run or a preparation in the terminal, live")
     p.add("target", _TARGET, "TARGET")
     p.add_flag("--replay", "play the record of a run from its start")
-    add_identity(p)
     p = verb("dashboard", _dashboard, "serve a page that shows it in a browser, live", log_level="info")
     p.add("target", _TARGET, "TARGET")
     p.add("--listen", "address of the page; port 0: a free one", "HOST:PORT", "127.0.0.1:7480")
     p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", folder)
     p.add_flag("--allow-plain-http", "allow other addresses than this machine's")
-    add_identity(p)
 
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
     p.add("file", "a ledger, or a coordinator's state", Path)
     p.add("--key", "the scheduler's public key (default: the one in the file)", public_key)
-    add_identity(p)
-    p.add("--root", "root certificate of the network (default: of --identity)", file)
     p.add("--max-set-aside", "allowed of an epoch's samples (default: 0)", share, 0.0)
     p.add_flag("--samples", "also verify sample ids: recompute the order of every use")
 
@@ -443,7 +438,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--model-size", "plan the batch of a model (default: none)", ["tiny", "small", "medium"])
     p.add("--bandwidth", "of a node: 1Gb/s, 125MB/s (default: not known)", rate)
     p.add("--step-s", "seconds of a training step (default: not known)", seconds)
-    add_identity(p)
 
     p = verb("simulate", _simulate, "run a whole network in virtual time, on the real code; exit 1 if a sample is lost")
     p.add("--workers", "machines that train (default: 1000)", positive)
