@@ -3,7 +3,7 @@
 - The navigation is the index, docs/README.md: a page is listed once.
 - A file outside docs/ that a page links to becomes a page of the site, so that no link leaves it.
 - A line `<!-- generated: NAME -->` is replaced by what the code says: `commands` by the parser's commands, `recipe`,
-  `convert` and `worker` by the fields of these settings, `routes` by the servers' routes and messages. GitHub shows the
+  `convert` and `worker` by the fields of these settings, `options` by all of them with their needs, `routes` by the servers' routes and messages. GitHub shows the
   text around it.
 """
 
@@ -233,6 +233,27 @@ def worker() -> Iterator[str]:
     yield from _fields(WorkerConfig)
 
 
+def all_options() -> Iterator[str]:
+    """Every option, what it does and what it serves."""
+    import options
+
+    classes, rows = options.classes(), (ROOT / "docs/reference/configuration.md").read_text("utf-8").splitlines()
+    cells = {row.split(" | ")[0].strip("| `"): row.split(" | ")[-1].strip("| ") for row in rows if row.startswith("| `")}
+    for place, needs in options.served().items():
+        yield f"## {place.replace('[', chr(92) + '[')} {{ #{re.sub('[^a-z0-9]+', '-', place.lower()).strip('-')} }}\n"
+        yield "| option | meaning | serves |\n|---|---|---|"
+        texts = dict(options.places()[place])
+        kind = classes.get(place)
+        for cls in reversed(kind.__mro__) if kind else ():
+            texts |= _described(cls.__doc__ or "")[1]
+        if place == "Loader":
+            texts |= _described(import_module("forebay.load.loader").Loader.__doc__ or "")[1]
+        for name, need in needs.items():
+            meaning = texts[name] or next((cell for names, cell in cells.items() if name in names), "")
+            yield f"| `{name}` | {_cell(meaning)} | {need} |"
+        yield ""
+
+
 def routes() -> Iterator[str]:
     """The routes of each server and the fields of their messages, as `/openapi.json` of a running one has them."""
     from forebay.coordinator.server import Coordinator
@@ -295,7 +316,7 @@ def _number(value: float) -> str:
 
 
 _BOUNDS = {"minimum": "≥", "maximum": "≤", "maxLength": "at most", "maxItems": "at most"}
-GENERATED = {"commands": commands, "recipe": recipe, "convert": convert, "worker": worker, "routes": routes}
+GENERATED = {"commands": commands, "recipe": recipe, "convert": convert, "worker": worker, "options": all_options, "routes": routes}
 
 
 def _table_of(hint: Any) -> Any:

@@ -1,9 +1,11 @@
 """Parse and format sizes, rates and durations as people write them."""
 
 import re
+from typing import TypeVar
 
 from forebay.errors import UsageError
 
+T = TypeVar("T")
 _UNITS = {"": 1, "B": 1} | {f"{u}{s}": 1 << 10 * i for i, u in enumerate("KMGT", 1) for s in ("", "IB")}
 _UNITS |= {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
 
@@ -17,6 +19,21 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise UsageError(f"{text!r}: a size must be above zero")
     return size
+
+
+def as_size(size: T | str) -> T | int:
+    """Return a number of bytes, which may be text as of `parse_size`."""
+    return parse_size(size) if isinstance(size, str) else size
+
+
+def parse_sizes(settings: object) -> None:
+    """Replace texts of a dataclass's fields named `x_bytes` or `x_bytes_per_s` by numbers of bytes."""
+    for name, value in list(vars(settings).items()):
+        if "_bytes" in name and isinstance(value, str):
+            try:
+                object.__setattr__(settings, name, parse_size(value))
+            except UsageError as error:
+                raise UsageError(f"{name}: {error}.") from None
 
 
 def parse_rate(text: str) -> float:

@@ -103,7 +103,9 @@ def test_a_folder_of_splits_is_named(tmp_path):
             read(tmp_path)
 
 
-@pytest.mark.parametrize("names, got", [("ba", ""), ("aa", "once, got a difference in a: int64"), ("b", "got a difference in a")])
+@pytest.mark.parametrize(
+    "names, got", [("ba", ""), ("aa", "once, got a difference in a: int64"), ("b", "got a difference in a")]
+)
 def test_files_have_the_same_columns_in_any_order(names: str, got: str, tmp_path):
     for file, columns in enumerate(("ab", names)):
         table = pa.Table.from_arrays([pa.array([ord(name)]) for name in columns], [*columns])

@@ -34,7 +34,6 @@ from forebay.prepare.scores.columns import Repeat, Select, Subset
 from support.batches import to_batch
 
 WORDS = str(Path(__file__))  # any file of lines serves as a list, and as an evaluation set
-TABLE = (("de", (("min_sentences", 2),)), ("zh", (("min_words_per_line", 1),)))
 ONCE = "pii", "c4", "decontaminate"
 
 
@@ -78,9 +77,9 @@ CASES: list[tuple[Stage, Callable]] = [
     (Pii(), is_masked), (Pii(max_count=1), is_masked),
     (Pii(style="fineweb"), lambda text, out: text.count("\n") == out.count("\n")),
     (Boilerplate(), has_lines), (LineRules(), has_lines),
-    (LineRules(max_removed_words=0.1, language=(("de", (("min_words", 0),)),)), has_lines),
-    (C4(), has_sentences), (C4(min_sentences=1, terminal_punctuation=False, language=TABLE), has_sentences),
-    (Decontaminate((WORDS,), method="ngram", ngram=3, action="cut", margin=1), is_cut),
+    (LineRules(max_removed_words=0.1), has_lines),
+    (C4(), has_sentences), (C4(min_sentences=1, terminal_punctuation=False), has_sentences),
+    (Decontaminate((WORDS,), method="ngram", ngram=3, action="cut"), is_cut),
     *(
         (stage, is_unchanged)
         for stage in (

@@ -1,6 +1,7 @@
 """The command line as a process: imports, completion, signals, a full disk, nodes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from forebay.cli import make_parser
 from forebay.cli.parser import completion
 from support.feeding import small_disk
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
@@ -71,16 +74,51 @@ def test_the_package_and_its_help_need_no_heavy_import():
         ("network jo", "join"),
         ("network join net --ro", "--role"),
         ("worker --cache-b", "--cache-bytes"),
+        ("prepare --recipe fineweb-e", "fineweb-edu"),
+        ("prepare --recipe=fineweb-e", "fineweb-edu"),
+        ("prepare --filter gopher,c", "gopher,c4"),
+        ("prepare x --dedup mi", "minhash"),
+        ("prepare --engine r", "ray"),
+        ("prepare --to arr", "arrow"),
+        ("prepare --config pyproject.t", "pyproject.toml"),
+        ("prepare --out sr", "src"),
+        ("convert a b --to megat", "megatron"),
+        ("launch slu", "slurm"),
+        ("ledger verify READ", "README.md"),
+        ("--log-level w", "warning"),
+        ("completion fi", "fish"),
     ],
 )
-def test_the_shell_completes(typed: str, expected: str):
-    words = ["forebay", *typed.split()]
-    script = completion(make_parser(), "bash") + (
-        f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _forebay; printf "%s\\n" "${{COMPREPLY[@]}}"\n'
-    )
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert expected in done.stdout.split()
-    assert completion(make_parser(), "zsh").startswith("autoload")
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_the_shell_completes(shell: str, typed: str, expected: str):
+    assert expected in completed(shell, typed)
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_no_file_is_offered_for_a_number_or_a_name(shell: str):
+    for typed in ("prepare --seed ", "prepare --recipe R", "convert a b --to READ", "worker --listen "):
+        assert "README.md" not in completed(shell, typed)
+
+
+def completed(shell: str, typed: str) -> list[str]:
+    """Return what a shell offers for a line."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    script, words = completion(make_parser(), shell), " ".join(repr(word) for word in typed.split(" "))
+    if shell == "bash":
+        words = words.replace("=", "' '=' '")
+        script += f"COMP_WORDS=(forebay {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); _forebay; "
+        script += 'printf "%s\\n" "${COMPREPLY[@]}"'
+    else:
+        script += f"complete -C 'forebay {typed}'"
+    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    words_offered = [line.partition("\t")[0].rstrip("/") for line in done.stdout.splitlines()]
+    return [word.removeprefix("--recipe=") for word in words_offered]
+
+
+def test_zsh_takes_the_completion_of_bash():
+    script = completion(make_parser(), "zsh")
+    assert script == "autoload -U +X bashcompinit && bashcompinit\n" + completion(make_parser(), "bash")
 
 
 def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path):

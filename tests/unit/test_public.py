@@ -1,8 +1,17 @@
-"""The names of the package."""
+"""The names of the package, and every option of it."""
+
+import inspect
+import runpy
+from pathlib import Path
 
 import pytest
 
 import forebay
+from forebay.errors import UsageError
+from forebay.stream import StreamOptions
+from support.preparing import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_names():
@@ -17,3 +26,40 @@ def test_the_names():
     assert issubclass(forebay.ForebayError, Exception)
     with pytest.raises(AttributeError, match="no_such_name"):
         forebay.no_such_name  # noqa: B018
+
+
+def test_each_option_has_an_entry_that_says_what_it_serves():
+    script = runpy.run_path(str(ROOT / "scripts/options.py"))
+    found, served = script["places"](), script["served"]()
+    assert {place: set(names) for place, names in served.items()} == {
+        place: set(names) for place, names in found.items()
+    }
+    assert all(need for needs in served.values() for need in needs.values())
+
+
+SIZES = {
+    (kind, name)
+    for kind in (*(getattr(forebay, name) for name in forebay.__all__), StreamOptions)
+    if inspect.isclass(kind) or inspect.isfunction(kind)
+    for name in (
+        () if issubclass(type(kind), type) and issubclass(kind, Exception) else inspect.signature(kind).parameters
+    )
+    if "_bytes" in name
+}
+
+
+def test_each_size_may_be_text(tmp_path):
+    names = {(kind.__name__, name) for kind, name in SIZES}
+    assert names >= {("Loader", "cache_bytes"), ("prepare_dataset", "slice_bytes"), ("StreamOptions", "shuffle_bytes")}
+    (tmp_path / "a.txt").write_text("some text " * 20_000)
+    out = tmp_path / "d"
+    assert prepare([tmp_path / "a.txt"], out, slice_bytes="64KiB").slices == 7
+    for kind, name in SIZES:
+        if kind is forebay.prepare_dataset:
+            continue
+        arguments = {"dataset": str(out), "batch_size": 1, "seq_len": 8, "cache_dir": tmp_path / "c"}
+        arguments = arguments if kind is forebay.Loader else {}
+        made = kind(**arguments, **{name: "96 MiB"})
+        assert getattr(made, name) == 96 << 20
+        with pytest.raises(UsageError, match=f"{name}: 'much' is not a size"):
+            kind(**arguments, **{name: "much"})

@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from forebay.cli import data, network, nodes, operate, parser, prepare
@@ -55,7 +56,7 @@ def _message(error: ForebayError | OSError | ModuleNotFoundError) -> str:
 
 _EXTRAS = {
     "cryptography": "network", "libtorrent": "network", "torch": "torch", "transformers": "hf", "datasets": "hf",
-    "PIL": "vision", "onnxruntime": "classifiers", "kenlm": "lm", "obstore": "remote", "ray": "ray",
+    "PIL": "vision", "kenlm": "lm", "obstore": "remote", "ray": "ray",
     "prometheus_client": "network", "fastapi": "network", "uvicorn": "network", "starlette": "network",
 }  # fmt: skip
 """Which extra brings a package; all others come with `prepare`."""
@@ -78,7 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("-V", "--version", action="version", version=f"forebay {__version__}")
     parser.add_options(main_parser)
-    main_parser.set_defaults(json=False, quiet=False)
+    identity = os.environ.get("FOREBAY_IDENTITY")
+    main_parser.set_defaults(json=False, quiet=False, identity=Path(identity) if identity else None)
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
 

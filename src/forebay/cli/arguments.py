@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -114,16 +113,6 @@ def index_range(text: str) -> tuple[int, int | None]:
     if not colon or not all(part == "" or part.isdigit() for part in (first, last)):
         raise argparse.ArgumentTypeError(f"expected a range A:B, such as 0:100, got {text!r}")
     return int(first or 0), int(last) if last else None
-
-
-def add_identity(parser: Parser) -> None:
-    """Add `--identity`."""
-    parser.add(
-        "--identity",
-        "this node's directory, created by network join (default: FOREBAY_IDENTITY)",
-        folder,
-        os.environ.get("FOREBAY_IDENTITY"),
-    )
 
 
 def add_settings(parser: Parser, example: str) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import (
-    add_identity,
     add_settings,
     file,
     folder,
@@ -260,17 +259,25 @@ def _convert(args: Namespace) -> None:
         print_note(line)
 
 
+def _formats() -> list[str]:
+    from forebay.convert import written_formats
+
+    return [*written_formats()]
+
+
 def _convert_options(args: Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
-    settings = parse_settings(args.set)
-    names = {field.name for field in fields(ConvertOptions)} - {"dtype", "on_progress", "on_skipped", "sink"}
+    settings, arguments = parse_settings(args.set), ("seq_len", "slice_bytes", "name")
+    names = {field.name for field in fields(ConvertOptions)}.difference(
+        arguments, ("dtype", "on_progress", "on_skipped", "sink")
+    )
     if unknown := sorted(settings.keys() - names):
         raise UsageError(f"convert: --set: expected one of {', '.join(sorted(names))}, got {unknown[0]!r}.")
     if "resize" in settings:
         height, _, width = str(settings["resize"]).partition("x")
         settings["resize"] = (height, width or height)
-    options = {name: getattr(args, name) for name in ("seq_len", "slice_bytes", "name")}
+    options = {name: getattr(args, name) for name in arguments}
     dtype = {"uint16": "U16", "uint32": "U32"}.get(args.dtype or "")
     return validate(ConvertOptions, {**options, "dtype": dtype, **settings}, "convert")
 
@@ -324,14 +331,9 @@ def _mirror(args: Namespace) -> None:
                 args.source, args.target, shards=shards, max_workers=args.connections, on_progress=advance
             )
         return show(args, shown)
-    source = args.source
-    if "://" not in source:
-        open_dataset(source, verify="never")  # Its error says what a directory has that is not a dataset.
-    if args.publisher is not None:
-        if not source.startswith("forebay://"):
-            raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")
-        source += f"?publisher={args.publisher}"
-    dataset = open_remote(source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
+    if "://" not in args.source:
+        open_dataset(args.source, verify="never")  # Its error says what a directory has that is not a dataset.
+    dataset = open_remote(args.source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
     start, stop = args.slices or (0, dataset.num_slices)
     stop = dataset.num_slices if stop is None else stop
     total = int(dataset.table.bytes[start:stop].sum())
@@ -340,7 +342,7 @@ def _mirror(args: Namespace) -> None:
         if args.share:
             report, figures = mirror_by_swarm(
                 dataset, args.target, share=args.share, start=start, stop=stop, connections=args.connections,
-                upload_bytes_per_s=args.upload_limit, on_progress=advance,
+                on_progress=advance,
             )  # fmt: skip
             swarm = {"swarm": figures}
         else:
@@ -359,7 +361,6 @@ def add_verbs(verb: Any, group: Any) -> None:
         p.add("dataset", "directory or URL, of Forebay's format or one of docs/reference/formats.md")
         if name == "inspect":
             p.add("--documents", "print the first N, or rows (default: none)", positive)
-        add_identity(p)
     p = verb("report", _report, "show what preparation kept and dropped, and why; or compare two")
     p.add("dataset", "a dataset, its report.json or report.html, or a run: its failed tasks")
     p.add("second", "another one, to compare with the first (default: none)", "DATASET", nargs="?")
@@ -382,7 +383,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("source", "file, directory, pattern in quotes, or URL: hf://, s3://, gs://, az://, https://", "SRC")
     p.add("out", "file or directory to write, or s3://, r2://, gs:// or az:// and a prefix", "OUT", nargs="?")
     p.add("--out", "the same, for those who name it (default: behind SRC)", "OUT", dest="out_named")
-    p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", "FORMAT")
+    p.add("--to", "forebay, jsonl, parquet, arrow, webdataset, mds, megatron … (required)", "FORMAT", values=_formats)
     p.add("--dtype", "of the tokens written (default: the source's)", ["uint16", "uint32"])
     p.add("--seq-len", "tokens of a sample (default: the source's)", positive)
     p.add("--slice-bytes", "largest file (default: 64MiB)", size, 64 << 20)
@@ -401,9 +402,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("target", "a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files", "DST")
     p.add("--slices", "copy only these slices or shards (default: all)", index_range, metavar="A:B")
     p.add("--id", "expected dataset id; another one is refused (default: any)")
-    p.add("--publisher", "forebay:// URLs: copy only what it signed (default: any)", "PEER_ID")
     p.add("--connections", "concurrent requests", positive, 16)
-    add_identity(p)
     add_from_urls(p)
     p.add(
         "--share",
@@ -413,4 +412,3 @@ def add_verbs(verb: Any, group: Any) -> None:
         nargs="?",
         const=True,
     )
-    p.add("--upload-limit", "with --share: bytes per second (default: none)", size)

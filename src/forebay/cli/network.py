@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_identity, address, days, file, folder, positive, print_result, show
+from forebay.cli.arguments import address, days, file, folder, positive, print_result, show
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
@@ -39,7 +39,7 @@ def _network_org(args: Namespace) -> None:
     from forebay.network.pki.identity import create_organisation
 
     scope = _scope(args)
-    peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
+    peer_id = create_organisation(args.network, args.directory, args.name, scope)
     print_result(
         args, {"name": args.name, "peer_id": peer_id, "directory": str(args.directory)},
         f"organisation {args.name!r} is {peer_id}: its nodes may be {scope}.",
@@ -282,13 +282,13 @@ def _network_sign(args: Namespace) -> None:
 
     dataset = open_dataset(args.dataset)
     identity, name = load_identity(args), dataset.name
-    signed = sign_dataset(identity, dataset.path, name, dataset.id, origins=args.origin, **_days(args))
+    signed = sign_dataset(identity, dataset.path, name, dataset.id, origins=args.origin)
     names = ("name", "dataset_id", "publisher", "serial", "expires_at", "origins")
     print_result(
         args, {name: getattr(signed, name) for name in names},
         f"{signed.name} {signed.dataset_id} is signed by {signed.publisher} ({dataset.path / SIGNATURE_NAME}).",
         f"It is version {signed.serial}, until {_date(signed.expires_at)}.",
-        f"Readers demand this signature by --publisher {signed.publisher}",
+        f"Readers demand this signature by ?publisher={signed.publisher} behind its URL",
     )  # fmt: skip
 
 
@@ -333,7 +333,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("directory", "directory of the organisation's key and certificate", Path)
     p.add("--name", "name of the organisation (required)", required=True)
     _add_scope(p, "role that its nodes may have; may be repeated (default: all)")
-    _add_days(p, "1825")
     p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
     p.add("directories", "NETWORK NODE; with a token only NODE", folder, nargs="+")
     p.add("--name", "name of the node (required)", required=True)
@@ -371,6 +370,4 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("directory", "a node's, an organisation's or the network's", Path)
     p = verb("sign", _network_sign, "sign a dataset as its publisher", network)
     p.add("dataset", "a local dataset")
-    add_identity(p)
     p.add_list("--origin", "https, s3, gs or az URL of a copy; may be repeated (default: none)", "URL")
-    _add_days(p, "365")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import (
-    add_identity,
     add_settings,
     address,
     file,
@@ -44,7 +43,7 @@ from forebay.errors import LeaseError, UsageError, did_you_mean
 from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
-from forebay.toml import parse_settings, read_toml
+from forebay.toml import parse_settings
 
 
 def _status(args: Namespace) -> bool:
@@ -173,13 +172,9 @@ def _schedule(args: Namespace) -> None:
             started.set()
             if stop.is_set():
                 return
-            with contextlib.ExitStack() as stack:
-                shown = {}
-                if args.dashboard is not None:
-                    shown["dashboard"] = stack.enter_context(_open_page(args, service, client)).url
-                ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
-                      ledger=str(service.ledger_path), **shown)  # fmt: skip
-                until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
+            ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
+                  ledger=str(service.ledger_path))  # fmt: skip
+            until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
             started.set()
@@ -188,16 +183,6 @@ def _schedule(args: Namespace) -> None:
         raise LeaseError(
             f"{left_out}. Find out why workers could not read them, then run the missing samples as another job."
         )
-
-
-def _open_page(args: Namespace, service: Any, client: Any) -> Any:
-    """The dashboard of the scheduler in this process."""
-    from forebay.cli.operate import open_page
-    from forebay.observe.sources import NodeSource, status_by
-
-    ask = status_by(client)
-    source = NodeSource("", lambda address: ask(address) if address else service.status())
-    return open_page(args.dashboard, source)
 
 
 def _watch_standby(args: Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
@@ -285,8 +270,7 @@ def _coordinate(args: Namespace) -> None:
     if args.state is None:
         print_note("the run's state is in memory; --state DIR stores it.")
     rules = Rules(
-        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
-        args.workers_per_member,
+        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout,
     )  # fmt: skip
     coordinator = Coordinator(
         host, port, state_dir=args.state, rules=rules, config=config, identity=identity,
@@ -303,10 +287,10 @@ def _coordinate(args: Namespace) -> None:
 
 
 def _run_config(args: Namespace) -> dict[str, Any]:
-    """The settings for all workers: the file's, with those of --set laid over them."""
+    """The settings for all workers."""
     from forebay.worker.config import WorkerConfig
 
-    config = (read_toml(args.config) if args.config is not None else {}) | parse_settings(args.set)
+    config = parse_settings(args.set)
     wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]
     if wrong:
         raise UsageError(f"coordinator: expected plain values as settings, got {', '.join(wrong)} of another kind.")
@@ -337,7 +321,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("status", _status, about)
     about = "scheduler, data node or coordinator; http://… without TLS, udp://… a DHT node (default: FOREBAY_STATUS)"
     p.add("address", about, "HOST:PORT", os.environ.get("FOREBAY_STATUS"), nargs="?")
-    add_identity(p)
     p.add("--timeout", "longest wait for the answer", seconds, 2.0)
     p.add_flag("--probe", "exit 1 only if it takes no requests: for what restarts a node")
 
@@ -361,12 +344,10 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--idle-timeout", "no progress until its leases expire", seconds, 600.0)
     p.add("--max-failures", "workers that fail until a slice is set aside", positive, 3)
     p.add_flag("--exit-when-done", "exit when the job is done; 1 if slices were set aside")
-    p.add("--dashboard", "also serve its page there, on this machine only (default: no page)", "HOST:PORT")
     p = verb("job", _job, "pause, resume or change the job of a running scheduler; needs the role admin")
     p.add("action", "readmit: slices that were set aside", ["pause", "resume", "readmit"])
     p.add("arguments", "readmit: slices (default: all)", "ARG", nargs="*")
     p.add("--scheduler", "address of the scheduler (required)", "HOST:PORT")
-    add_identity(p)
 
     about = "run a program whose forebay.Loader() leases, downloads and shares the slices of a scheduler's job"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
@@ -392,12 +373,8 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--listen", "address to listen at", "HOST:PORT", "127.0.0.1:8000")
     p.add("--min-workers", "start when N workers have joined", positive, 1)
     p.add("--state", "store the run's state; a restart continues it (default: in memory)", "DIR")
-    add_identity(p)
     p.add_flag("--allow-plain-http", "allow plain HTTP beyond this machine")
-    p.add("--config", "TOML with settings for all workers (default: none)", file)
     add_settings(p, "dataset_name=books or num_steps=1000")
     p.add("--silence-timeout", "silence until a worker is removed", seconds, 90.0)
     p.add("--disconnect-timeout", "the same after a disconnect", seconds, 5.0)
-    p.add("--step-timeout", "wait for a step's end, then regroup", seconds, 600.0)
-    p.add("--workers-per-member", "per certificate, with --identity", positive, 8)
     p.add_flag("--exit-when-done", "exit when the run's last step is done")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import (
-    add_identity,
     add_settings,
     address,
     file,
@@ -39,7 +38,6 @@ from forebay.toml import read_toml
 if TYPE_CHECKING:
     from forebay.dataset.documents import Documents
     from forebay.ledger.index import LedgerIndex
-    from forebay.observe.dashboard import Dashboard
     from forebay.observe.ledger_queries import BatchShare
     from forebay.observe.plan import DatasetSpec, RunSpec
     from forebay.observe.sources import Source
@@ -82,29 +80,24 @@ def _top(args: Namespace) -> None:
             ) from error
 
 
-def open_page(listen: str, source: Source, record: Path | None = None, *, is_open: bool = False) -> Dashboard:
-    """A dashboard that serves at `listen`; beyond loopback only if `is_open`."""
+def _dashboard(args: Namespace) -> None:
     from forebay.observe.dashboard import Dashboard
     from forebay.observe.record import RunRecord
 
-    host, port = address(listen)
-    if not is_loopback(host):
-        if not is_open:
-            raise UsageError(
-                f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could read "
-                "the page. Use 127.0.0.1 and an SSH tunnel, or `forebay dashboard --allow-plain-http`."
-            )
-        print_note(f"plain HTTP on {listen}: any host that reaches it can read the page.")
-    recorded = None if record is None else RunRecord(record)
-    return Dashboard(source, host, port, record=recorded).start()
-
-
-def _dashboard(args: Namespace) -> None:
     stop = stop_event()
     with ExitStack() as stack:
         source = _open(args, stack, "dashboard")
         source.poll()  # What cannot be shown is an error here.
-        page = stack.enter_context(open_page(args.listen, source, args.record, is_open=args.allow_plain_http))
+        host, port = address(args.listen)
+        if not is_loopback(host):
+            if not args.allow_plain_http:
+                raise UsageError(
+                    f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could "
+                    "read the page. Use 127.0.0.1 and an SSH tunnel, or --allow-plain-http."
+                )
+            print_note(f"plain HTTP on {args.listen}: any host that reaches it can read the page.")
+        record = None if args.record is None else RunRecord(args.record)
+        page = stack.enter_context(Dashboard(source, host, port, record=record).start())
         ready(args, role="dashboard", url=page.url)
         until_stopped(stop)
 
@@ -120,12 +113,12 @@ def _verify(args: Namespace) -> bool:
         return _print_verified(
             args, vars(verify_steps(args.file)), "each sample was used once by the steps that counted"
         )
-    root = args.root or (args.identity and args.identity / "root-cert.pem")
+    root = args.identity and args.identity / "root-cert.pem"
     certify = partial(verify_certificate, root=der_of(read_certs(root)[0])) if root else partial(peer_of)
     replayed = replay if args.samples else None
     report = verify_ledger(args.file, args.key, verify, replayed, args.max_set_aside, certify)
     success = f"chain, signatures and coverage hold; signed by scheduler {report.scheduler} (--key HEX demands a key)"
-    success += "; workers are certified" if root else "; keys were not checked against a network (--identity, --root)"
+    success += "; workers are certified" if root else "; keys were not checked against a network (--identity)"
     return _print_verified(args, {**vars(report), "certified": bool(root)}, success)
 
 
@@ -211,7 +204,7 @@ def _export(args: Namespace) -> None:
     from forebay.observe.ledger_queries import export_uses
 
     index = open_index(args.file)
-    count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)
+    count = export_uses(index, args.out, sample_ids=args.sample_ids)
     print_result(args, {"uses": count, "out": str(args.out)}, f"{count:,} uses to {args.out}")
 
 
@@ -378,7 +371,7 @@ def _simulate(args: Namespace) -> bool:
     from forebay.observe.progress import bar
     from forebay.simulate import Scenario, simulate
 
-    options = ("workers", "slices", "churn", "seed", "epochs")
+    options = ("workers", "slices", "churn", "seed")
     values = read_toml(args.scenario) if args.scenario else {}
     values |= {name: value for name in options if (value := getattr(args, name)) is not None}
     scenario = validate(Scenario, values, "simulate")
@@ -395,20 +388,16 @@ def add_verbs(verb: Any, group: Any) -> None:
     p = verb("top", _top, "show a job, a node, a run or a preparation in the terminal, live")
     p.add("target", _TARGET, "TARGET")
     p.add_flag("--replay", "play the record of a run from its start")
-    add_identity(p)
     p = verb("dashboard", _dashboard, "serve a page that shows it in a browser, live", log_level="info")
     p.add("target", _TARGET, "TARGET")
     p.add("--listen", "address of the page; port 0: a free one", "HOST:PORT", "127.0.0.1:7480")
     p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", folder)
     p.add_flag("--allow-plain-http", "allow other addresses than this machine's")
-    add_identity(p)
 
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
     p.add("file", "a ledger, or a coordinator's state", Path)
     p.add("--key", "the scheduler's public key (default: the one in the file)", public_key)
-    add_identity(p)
-    p.add("--root", "root certificate of the network (default: of --identity)", file)
     p.add("--max-set-aside", "allowed of an epoch's samples (default: 0)", share, 0.0)
     p.add_flag("--samples", "also verify sample ids: recompute the order of every use")
 
@@ -421,8 +410,7 @@ def add_verbs(verb: Any, group: Any) -> None:
 
     p = verb("export", _export, "write the uses as a table", verbs)
     p.add("file", "the ledger", Path)
-    p.add("--out", "the file to write (required)", file, required=True)
-    p.add("--format", "format of the table", ["jsonl", "parquet"], "jsonl")
+    p.add("--out", "the file to write: .parquet, or else JSON lines (required)", file, required=True)
     p.add_flag("--sample-ids", "add a column with the ids of the samples")
 
     p = verb("launch", _launch, "write the files that run Forebay on a cluster or in containers, filled in")
@@ -450,12 +438,10 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--model-size", "plan the batch of a model (default: none)", ["tiny", "small", "medium"])
     p.add("--bandwidth", "of a node: 1Gb/s, 125MB/s (default: not known)", rate)
     p.add("--step-s", "seconds of a training step (default: not known)", seconds)
-    add_identity(p)
 
     p = verb("simulate", _simulate, "run a whole network in virtual time, on the real code; exit 1 if a sample is lost")
     p.add("--workers", "machines that train (default: 1000)", positive)
     p.add("--slices", "slices of the dataset (default: 10000)", positive)
     p.add("--churn", "share of the workers that are killed and replaced (default: 0)", share)
     p.add("--seed", "seed of all random choices (default: 0)", int)
-    p.add("--epochs", "passes over the dataset (default: 1)", positive)
-    p.add("--scenario", "TOML with further settings: links, faults (default: none)", file)
+    p.add("--scenario", "TOML with further settings: epochs, links, faults (default: none)", file)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from forebay.errors import PrintableUrl, did_you_mean, printable
 
 PANELS = {
     "Data": (
-        "prepare", "classifier", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
+        "prepare", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
     ),
     "Network": ("network", "dht", "serve", "find", "scheduler", "job", "worker", "coordinator"),
     "Operate": ("status", "top", "dashboard", "plan", "ledger", "launch"),
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
     def add(self, name: str, help: str, kind: Any = None, default: Any = None, **options: Any) -> None:
         """Add an argument. `kind`: how its value is called, what parses it (which may have a `metavar`), or a list of
-        its values."""
+        its values. `values`: a function that returns some, for completion."""
         match kind:
             case str():
                 options["metavar"] = kind
@@ -67,7 +67,10 @@ class Parser(argparse.ArgumentParser):
                 options = {"type": kind, "metavar": getattr(kind, "metavar", None), **options}
         if "action" not in options and options.get("type") is None:
             options["type"] = PrintableUrl  # Any may be a URL, whose secrets no output has.
-        self.add_argument(name, help=help, default=default, **options)
+        values = options.pop("values", None)
+        action = self.add_argument(name, help=help, default=default, **options)
+        if values is not None:
+            vars(action)["values"] = values
 
     def add_flag(self, name: str, help: str) -> None:
         """Add an option without a value."""
@@ -140,39 +143,97 @@ def walk(parser: argparse.ArgumentParser, path: Sequence[str] = ()) -> Iterator[
                 yield from walk(child, (*path, name))
 
 
+_FILES = dict.fromkeys(("FILE", "PATH", "INPUT", "SRC", "DST", "OUT", "DATASET", "T"), "-f") | {"DIR": "-d"}
+
+
+def _completions(action: argparse.Action) -> tuple[str, str]:
+    """The values of an argument, and compgen's option if it takes files or directories."""
+    if action.choices is not None:
+        return " ".join(map(str, action.choices)), ""
+    values = " ".join(getattr(action, "values", list)())
+    is_path = action.type is Path or (action.metavar is None and not action.option_strings and action.nargs != 0)
+    return values, "" if values else _FILES.get(str(action.metavar), "-f" if is_path else "")
+
+
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """A script that completes commands, options and files, for bash or zsh."""
-    cases = []
+    """Return a script that completes commands, options, their values and files, for bash, zsh or fish."""
+    values, words = [], []  # (path, flags, takes a value, values, files) of options; (path, words, files) of commands
     for path, child in walk(parser):
-        words = [name for name in child._option_string_actions if name.startswith("--")]
-        words += [names[-1] for names, _ in walk(child) if len(names) == 1]
-        cases.append(f'    "{" ".join(path)}") words="{" ".join(sorted(words))}" ;;')
+        names = [name for name in child._option_string_actions if name.startswith("--")]
+        names += [part[-1] for part, _ in walk(child) if len(part) == 1]
+        takes = [action for action in child._actions if not action.option_strings and action.nargs != argparse.PARSER]
+        operands = list(map(_completions, takes))
+        files = next((kind for _, kind in operands if kind), "")
+        words.append((" ".join(path), " ".join([*sorted(names), *(text for text, _ in operands if text)]), files))
+        for action in child._actions:
+            if action.option_strings:
+                values.append((" ".join(path), action.option_strings, action.nargs != 0, *_completions(action)))
+    if shell == "fish":
+        return _fish(values, words)
+    cases = [
+        f"    {'|'.join(repr(f'{path} {flag}') for flag in flags)}) words='{text}' files={kind} ;;"
+        for path, flags, takes_value, text, kind in values
+        if takes_value
+    ]
+    commands = [f"      '{path}') words='{text}' files={kind} ;;" for path, text, kind in words]
     head = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    paths = "|".join(f'"{" ".join(path)}"' for path, _ in walk(parser) if path)
+    paths = "|".join(f"'{path}'" for path, _, _ in words if path)
     return f"""{head}_forebay() {{
-  local path="" next words word current="${{COMP_WORDS[COMP_CWORD]}}"
-  for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+  local path="" next word words="" files="" before="" current="${{COMP_WORDS[COMP_CWORD]}}"
+  local previous="${{COMP_WORDS[COMP_CWORD-1]}}"
+  [[ "$current" == "=" ]] && current=""
+  [[ "$previous" == "=" ]] && previous="${{COMP_WORDS[COMP_CWORD-2]}}"
+  for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD-1))}}"; do
     next="${{path:+$path }}$word"
     case "$next" in
       {paths}) path="$next" ;;
     esac
   done
-  case "$path" in
+  case "$path $previous" in
 {chr(10).join(cases)}
+    *) case "$path" in
+{chr(10).join(commands)}
+    esac ;;
   esac
-  COMPREPLY=($(compgen -W "$words" -- "$current") $(compgen -f -- "$current"))
+  [[ -n "$words" && "$current" == *,* ]] && before="${{current%,*}},"
+  COMPREPLY=($(compgen -P "$before" -W "$words" -- "${{current#"$before"}}"))
+  [[ -n "$files" && "$current" != -* ]] && COMPREPLY+=($(compgen $files -- "$current"))
 }}
 complete -o filenames -F _forebay forebay
 """
 
 
+def _fish(values: Iterable[tuple[str, Sequence[str], bool, str, str]], words: Iterable[tuple[str, str, str]]) -> str:
+    kinds = {"-f": "-r -F", "-d": "-x -a '(__fish_complete_directories)'", "": "-x"}
+    paths = " ".join(f"'{path}'" for path, _, _ in words if path)
+    lines = [
+        "complete -c forebay -f",
+        "function __forebay_at",
+        "  set -l path ''",
+        "  for word in (commandline -opc)[2..-1]",
+        f'    contains -- (string trim "$path $word") {paths}; and set path (string trim "$path $word")',
+        "  end",
+        '  test "$path" = "$argv[1]"',
+        "end",
+    ]
+    for path, text, kind in words:
+        names = " ".join(name for name in text.split() if not name.startswith("-"))
+        lines.append(f"complete -c forebay -n \"__forebay_at '{path}'\" -a '{names}' {'-F' if kind else ''}")
+    for path, flags, takes_value, text, kind in values:
+        names = " ".join(f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in flags)
+        given = (f"-x -a '(__fish_append , {text})'" if text else kinds[kind]) if takes_value else ""
+        lines.append(f"complete -c forebay -n \"__forebay_at '{path}'\" {names} {given}")
+    return "\n".join([*lines, ""])
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that every command takes, before or after its name."""
-    add = partial(parser.add_argument_group("output").add_argument, default=argparse.SUPPRESS)
+    add = partial(parser.add_argument_group("shared").add_argument, default=argparse.SUPPRESS)
     add("--json", action="store_true", help="print results, and errors, as JSON")
     add("-q", "--quiet", action="store_true", help="show no progress")
     add("-v", "--verbose", action="count", help="log more: info, and twice: debug")
-    add("--env-file", metavar="FILE", help="take R2_DATASET_* and DATASET_BINS_PATH from a file, unless they are set")
+    add("--env-file", metavar="FILE", help="R2_DATASET_* that are not set are of this (default: FOREBAY_ENV_FILE)")
+    add("--identity", metavar="DIR", type=Path, help="this node, by `network join` (default: FOREBAY_IDENTITY)")
     add("--log-level", choices=LEVELS, help="default: info for servers, else warning")
     add("--log-format", choices=("text", "json"), help="of lines on stderr; default: text")
 
@@ -291,4 +352,4 @@ def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:
         print(completion(main_parser, args.shell), end="")
 
     p = verb("completion", run, 'print a completion script: eval "$(forebay completion bash)"')
-    p.add("shell", "the shell", ["bash", "zsh"])
+    p.add("shell", "the shell", ["bash", "zsh", "fish"])

@@ -1,4 +1,4 @@
-"""`forebay prepare` and `forebay classifier`."""
+"""`forebay prepare`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import os
 import sys
 import textwrap
 from argparse import Namespace
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, folder, percentage, positive, print_note, size
+from forebay.cli.arguments import add_settings, file, percentage, positive, print_note, size
 from forebay.errors import PrintableUrl, UsageError
 from forebay.toml import parse_settings
 from forebay.units import numbered
@@ -55,9 +54,6 @@ def _prepare(args: Namespace) -> None:
             f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
             file=sys.stderr,
         )
-    if args.finish and args.task:
-        raise UsageError("prepare: expected --task or --finish, got both. Leave out one.")
-    args.task = "finish" if args.finish else args.task
     names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
     options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
@@ -66,7 +62,7 @@ def _prepare(args: Namespace) -> None:
         )
     result = output.to_json()
     if not output.id and args.task:
-        print(f"all tasks of {args.out} are finished; --finish in place of --task writes the output")
+        print(f"all tasks of {args.out} are finished; --task finish writes the output")
         return
     if args.json:
         print(json.dumps(result))
@@ -95,8 +91,7 @@ def _recipe(args: Namespace) -> Recipe:
     from forebay.prepare.config import check_method, load_recipe, merge, stage_group
 
     options = {
-        "name": args.name, "sample": args.sample,
-        "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
+        "sample": args.sample, "tokenize": {"tokenizer": args.tokenizer},
         "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
     settings = merge(parse_settings(args.set), _without_none(options))
@@ -143,7 +138,7 @@ def _explain(name: str) -> None:
 
     if not name:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
-        print("tables:  read, dedup, tokenize, slice, rows, lm\n\n--explain NAME prints any of these.")
+        print("tables:  read, dedup, tokenize, slice, rows, fim\n\n--explain NAME prints any of these.")
         return
     is_recipe = name in recipe_names()
     if is_recipe:
@@ -153,25 +148,24 @@ def _explain(name: str) -> None:
         print(textwrap.indent(describe(name), "# ", lambda line: True) if is_recipe else describe(name))
 
 
-def _train(args: Namespace) -> None:
-    from forebay.prepare.config import load_recipe
-    from forebay.prepare.scores.train import ClassifierSettings, train_classifier
+def _recipes() -> list[str]:
+    from forebay.prepare.config import recipe_names
 
-    settings = parse_settings(args.set)
-    names = {field.name for field in fields(ClassifierSettings)}
-    training = ClassifierSettings(**{name: settings.pop(name) for name in names & settings.keys()})
-    read = load_recipe(settings=settings).read
-    result = train_classifier(args.good, args.bad, args.out, training, read)
-    if args.json:
-        print(json.dumps(result))
-        return
-    for label, counts in result["documents"].items():
-        print(f"{label}: {counts['train']:,} documents to train on, {counts['held_out']:,} held out")
-    print(f"ROC AUC {result['roc_auc']:.4f}, average precision {result['average_precision']:.4f}")
-    print(f"{'threshold':>9} {'precision':>9} {'recall':>9} {'bad kept':>9}")
-    for point in result["curve"]:
-        print("{threshold:>9.4f} {precision:>9.3f} {recall:>9.3f} {bad_kept:>9.3f}".format(**point))
-    print(f"{args.out}/model.bin, curve.json")
+    return recipe_names()
+
+
+def _filters() -> list[str]:
+    from forebay.plugins import plugins
+    from forebay.prepare.recipe import GROUPS, STAGES
+
+    return [*GROUPS, *STAGES, *plugins("forebay.filters")]
+
+
+def _dedup() -> list[str]:
+    from forebay.plugins import plugins
+    from forebay.prepare.dedup.methods import KINDS
+
+    return [*KINDS, *plugins("forebay.dedup")]
 
 
 def add_verbs(verb: Any, group: Any) -> None:
@@ -180,19 +174,16 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("inputs", "paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)", "INPUT", nargs="*")
     p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", "DIR")
     p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", "T")
-    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME")
+    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME", values=_recipes)
     p.add("--config", "TOML file with your settings (default: none)", file)
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
-    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES")
-    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS")
-    p.add("--format", "read every input as this format (default: auto)", "NAME")
-    p.add("--name", "name of the dataset (default: the directory's)")
+    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES", values=_filters)
+    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS", values=_dedup)
     p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", size)
     p.add("--seed", "of the shuffle and of train: (default: the recipe's, or 0)", int, metavar="N")
     p.add("--workers", "processes (default: one per core)", positive)
-    p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", "NAME", "local")
-    p.add("--task", "run the I-th of N jobs that share the tasks (default: one run)", "I/N", "")
-    p.add_flag("--finish", "write the output of such jobs; run it beside or after them")
+    p.add("--engine", "local, ray (RAY_ADDRESS), or a plug-in's name", "NAME", "local", values=lambda: ["local", "ray"])
+    p.add("--task", "I/N: the I-th of N jobs that share the tasks; finish: write their output", "I/N", "")
     p.add("--sample", "a share of the input; without --out the report alone (default: 100%%)", percentage)
     p.add_flag("--dry-run", "print what would run, on how much, and stop")
     p.add("--write-ids", "write the source id of each kept document (default: no)", file)
@@ -203,12 +194,11 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
     p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", _OUTPUTS)
     p.add_flag("--annotate", "write the text with its scores and drop nothing")
-    p.add("--explain", "print a recipe or the keys of a table; alone: a list", "NAME", nargs="?", const="")
-
-    verbs = group("classifier", "train a fastText classifier of good and bad documents")
-    p = verb("train", _train, "train a classifier and print its curve on documents held out", verbs)
-    p.epilog = "example: forebay classifier train --good wiki/ --bad crawl/ --out edu"
-    p.add("--good", "files, folders or URLs of documents to keep", "INPUT", nargs="+", required=True)
-    p.add("--bad", "the same of documents to drop", "INPUT", nargs="+", required=True)
-    p.add("--out", "where to write model.bin and curve.json", folder, required=True)
-    add_settings(p, "held_out=0.2, dim=64, epochs=10 or read.text_key=body")
+    p.add(
+        "--explain",
+        "print a recipe or the keys of a table; alone: a list",
+        "NAME",
+        nargs="?",
+        const="",
+        values=lambda: [*_recipes(), *_filters()],
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, address, plain, print_result, seconds
+from forebay.cli.arguments import address, plain, print_result, seconds
 from forebay.cli.parser import Parser
 from forebay.errors import NetworkError, UsageError
 from forebay.storage.retry import log_while_waiting
@@ -146,7 +146,6 @@ def add_node(
 ) -> Parser:  # fmt: skip
     """Add a verb that runs a node of the DHT, with the options that all of them have."""
     p: Parser = verb(name, run, about, log_level="info")
-    add_identity(p)
     p.add_list("--bootstrap", "DHT node to join by; may be repeated (default: the network's)", "HOST:PORT")
     p.add("--timeout", f"longest wait for {timeout_of}", seconds, timeout_s)
     return p

@@ -62,7 +62,7 @@ class Format:
     """A file format. Every operation is optional: one that a format leaves out raises UsageError.
 
     Attributes:
-        name: As users write it: `--format warc`, `--to parquet`.
+        name: As users write it: `read.format=warc`, `--to parquet`.
         suffixes: Of its files, lower case, without a compression's.
         magics: First bytes, any of which only its files have.
         is_plain_text: Whether its files are text that nowhere says its encoding.

@@ -5,11 +5,13 @@ their order depend on the inputs alone, never on the number of tasks.
 """
 
 import codecs
+import copy
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from types import MappingProxyType
+from typing import Any, BinaryIO, ClassVar, TypeAlias
 
 from forebay.errors import CorruptInputError, PrepareError, UnreadableInputError, UsageError
 from forebay.storage.compression import MAX_WINDOW_BYTES, MIN_UNPACKED_BYTES, ChunkStream, unpack_stream
@@ -128,9 +130,8 @@ class ReadOptions:
         format: A format by name, or `auto` to detect that of each file.
         encoding: Of text files: a name such as `latin-1` or `utf-16`; `auto`: UTF-8, or what the first bytes show.
         text_key: The field or column with the text. `text`: of each file the first of `text`, `content`, `contents`,
-            `body`, `raw_content`, `raw_text`, `document` and `article` that it has.
-        text_keys: Several fields in its place, whose texts (those in lists and objects too) are joined by an empty
-            line; `*`: every field but the id and the URL.
+            `body`, `raw_content`, `raw_text`, `document` and `article` that it has. A list: several fields, whose texts
+            (those in lists and objects too) are joined by an empty line; `*`: every field but the id and the URL.
         id_key, url_key: The same for ids and URLs; a document without is no error.
         max_document_bytes: A document, line or member larger than this when unpacked is malformed; reading goes on
             after it.
@@ -142,8 +143,6 @@ class ReadOptions:
         prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is set (a list of
             `{"role", "content"}`), or both others, the text is the turns, each after `records.PROMPT_MARK` or
             `records.RESPONSE_MARK` (an assistant's).
-        keep_roles: Whether a text says the roles and other fields of messages too (tool calls), which a chat template
-            needs; `[rows] template` sets it.
         columns: Fields of the input that stages see as columns, each `number` or `text`:
             `{"quality" = "number"}`. A document without one has NaN, or "". Of WARC and WET: `date`, `language`, or
             any header of a record by its name.
@@ -152,8 +151,7 @@ class ReadOptions:
 
     format: str = "auto"
     encoding: str = "auto"
-    text_key: str = "text"
-    text_keys: tuple[str, ...] = ()
+    text_key: str | tuple[str, ...] = "text"
     id_key: str = "id"
     url_key: str = "url"
     max_document_bytes: int = 32 << 20
@@ -163,9 +161,11 @@ class ReadOptions:
     prompt_key: str = ""
     response_key: str = ""
     messages_key: str = ""
-    keep_roles: bool = False
+    keep_roles: bool = field(default=False, init=False)  # See `with_roles`.
     columns: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
+
+    former: ClassVar[Mapping[str, object]] = MappingProxyType({"text_keys": []})
 
     def __post_init__(self) -> None:
         for name, kind in self.columns.items():
@@ -177,6 +177,17 @@ class ReadOptions:
             is_text = False
         if not is_text:
             raise UsageError(f"encoding: expected auto or a text encoding such as latin-1, got {self.encoding!r}")
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """The fields that are joined; none if the text is one field."""
+        return () if isinstance(self.text_key, str) else self.text_key
+
+    def with_roles(self) -> "ReadOptions":
+        """Return the options under which a text has the roles and other fields of messages, for a chat template."""
+        copied = copy.copy(self)
+        object.__setattr__(copied, "keep_roles", True)
+        return copied
 
     @property
     def changed(self) -> list[tuple[str, object]]:

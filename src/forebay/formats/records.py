@@ -125,10 +125,8 @@ def keys_of(options: ReadOptions) -> tuple[list[str], list[str]]:
         required = [options.messages_key]
     elif options.prompt_key and options.response_key:
         required = [options.prompt_key, options.response_key]
-    elif options.text_keys:
-        required = list(options.text_keys)
     else:
-        required = [options.text_key]
+        required = [options.text_key] if isinstance(options.text_key, str) else list(options.text_key)
     optional = dict.fromkeys((options.id_key, options.url_key, *options.columns))
     return required, [key for key in optional if key and key not in required]
 
@@ -148,7 +146,7 @@ def to_record(index: int, row: Row, options: ReadOptions, location: str = "", st
         fields = tuple(field for key in keys if (field := "\n".join(_texts(look_up(row, key)))))
         text, problem = "\n\n".join(fields), ""
     else:
-        value, problem = _text(row, options.text_key)
+        value, problem = _text(row, str(options.text_key))
         text = value or ""
     name, url = source_of(row, options)
     if len(text) > options.max_document_bytes:

@@ -35,7 +35,6 @@ _HEADER_BYTES = 64  # A slice's header begins in its first chunk; that of tokens
 
 def make_collator(
     indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = False, pad_id: int | None = None,
-    trim_padding: bool = False,
 ) -> Collator:  # fmt: skip
     """The collator for one index a dataset, all of one layout, seq_len and packing; arguments as the Loader's.
 
@@ -52,9 +51,7 @@ def make_collator(
             raise UsageError("document_masks: expected a dataset of layout 'tokens', got 'rows'. Leave it out.")
         from forebay.load.rows import RowCollator
 
-        return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
-    if trim_padding:
-        raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")
+        return RowCollator(indexes, pad_id=pad_id)
     return TokenCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
 
 

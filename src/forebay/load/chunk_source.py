@@ -20,6 +20,7 @@ from forebay.fetch.needs import ChunkTable
 from forebay.fetch.runs import Providers, Sources
 from forebay.machine import memory_bytes, user_cache
 from forebay.storage.base import origin_of
+from forebay.units import as_size
 
 if TYPE_CHECKING:
     from forebay.load.options import LoaderConfig
@@ -37,7 +38,7 @@ def resolve_cache(datasets: Sequence[Dataset], config: LoaderConfig) -> tuple[li
     Raises:
         UsageError: If a setting of the Loader does not fit a dataset or this machine.
     """
-    cached, options, cache_bytes, listen = [], config.cache, config.cache_bytes, config.network.listen
+    cached, options, cache_bytes, listen = [], config.cache, as_size(config.cache_bytes), config.network.listen
     share: bool | str = config.scheduler is None and (listen == "auto" or listen or False)
     cache_dir = "ram" if options.tier == "ram" else config.cache_dir
     for dataset in datasets:
@@ -73,7 +74,7 @@ def resolve_cache(datasets: Sequence[Dataset], config: LoaderConfig) -> tuple[li
         cache_bytes = needed if cache_bytes is None else cache_bytes
     budget = _check_budget(directory, cache_bytes)
     connections = config.network.connections
-    return cached, CacheSettings(directory, budget, connections, options.readahead_bytes, share, options.keep)
+    return cached, CacheSettings(directory, budget, connections, as_size(options.readahead_bytes), share, options.keep)
 
 
 def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:

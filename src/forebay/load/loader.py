@@ -68,8 +68,8 @@ class Loader(RunningSource[BatchT]):
         split: `train` or `validation`, which `SampleOptions.validation_fraction` separates. By default all.
         cache_dir: Directory for fetched chunks, by default one of the user's. A local dataset is read in place, unless
             this is given: then it is fetched like a remote one.
-        cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
-            up to 64 GiB.
+        cache_bytes: Limit of the cache, for all loaders that share it together, such as "10GB"; by default a quarter
+            of what is free, up to 64 GiB. Every size may be such a text.
         order, cache, network, samples: Rare arguments. `cache` may be "disk" or "ram".
         scheduler: `host:port` of the scheduler of a `forebay://NETWORK/NAME` dataset, or "auto" to find it in the DHT;
             of a mixture, by name. Batches are then of the samples that it leases to this process: each is used once by

@@ -32,6 +32,7 @@ from forebay.order.bijection import derive_key
 from forebay.order.footprint import Footprint, check_traffic, footprints
 from forebay.order.plan import Order, SampleSize
 from forebay.order.run import OwnedRun, Run
+from forebay.units import as_size
 
 if TYPE_CHECKING:
     from forebay.lease.job import LeaseJob
@@ -120,7 +121,17 @@ class LoaderPlan:
             size, options = SampleSize.of(dataset.table.bytes, index.counts, dataset.table.chunk_bytes), config.order
             self.indexes.append(index)
             orders.append(
-                Order(index.counts, key, batch, options.lanes, None, shuffle, drop_last, size, options.window_bytes)
+                Order(
+                    index.counts,
+                    key,
+                    batch,
+                    options.lanes,
+                    None,
+                    shuffle,
+                    drop_last,
+                    size,
+                    as_size(options.window_bytes),
+                )
             )
         if config.is_owned:
             self.run: Run = OwnedRun(orders[0], batch, owners, counts, epochs=None, num_steps=config.steps)
@@ -136,7 +147,7 @@ class LoaderPlan:
         self._make_collator = partial(
             make_collator, self.indexes,
             dtype=token_dtype(samples.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64,
-            document_masks=config.document_masks, pad_id=samples.pad_id, trim_padding=samples.trim_padding,
+            document_masks=config.document_masks, pad_id=samples.pad_id,
         )  # fmt: skip
         self._make_collator()  # Checks its arguments.
         self.cached, self.cache = resolve_cache(list(self.datasets.values()), config)
@@ -163,7 +174,7 @@ class LoaderPlan:
             network, jobs = self._config.network, list(self.jobs.values())
             settings = SessionSettings(
                 cache.budget_bytes // len(jobs), batch, network.receipt_s,
-                ":0" if network.listen == "auto" else network.listen, network.upload_bytes_per_s,
+                ":0" if network.listen == "auto" else network.listen, as_size(network.upload_bytes_per_s),
             )  # fmt: skip
             leased = LeaseSlices(jobs, run, cache, settings, stats)
             leases = LeaseOrder(leased, self.indexes, batch, run.mixture)

@@ -19,6 +19,7 @@ from forebay.load.samples import PACKINGS, SPLITS
 from forebay.load.sources import DatasetSource, Mixture, as_mixture, named
 from forebay.order.footprint import MAX_RATIO
 from forebay.order.step_index import check_integer
+from forebay.units import parse_sizes
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
@@ -44,12 +45,13 @@ class OrderOptions:
     """
 
     lanes: int | None = None
-    window_bytes: int | None = None
+    window_bytes: int | str | None = None
     assignment: Literal["global", "owned"] = "global"
     worker_names: tuple[str, ...] = ()
     max_fetch_ratio: float = MAX_RATIO
 
     def __post_init__(self) -> None:
+        parse_sizes(self)
         check_integer("lanes", self.lanes, 1)
         check_integer("window_bytes", self.window_bytes, 1)
         check_choice("assignment", self.assignment, ("global", "owned"))
@@ -80,10 +82,11 @@ class CacheOptions:
 
     tier: Literal["disk", "ram"] = "disk"
     keep: Literal["budget", "window", "all"] = "budget"
-    readahead_bytes: int | None = None
+    readahead_bytes: int | str | None = None
     verify: Literal["once", "open", "never"] = "once"
 
     def __post_init__(self) -> None:
+        parse_sizes(self)
         check_choice("tier", self.tier, ("disk", "ram"))
         check_choice("keep", self.keep, ("budget", "window", "all"))
         check_integer("readahead_bytes", self.readahead_bytes, 0)
@@ -114,10 +117,11 @@ class NetworkOptions:
     from_urls: Literal["", "public", "any"] = ""
     receipt_s: float = 1.0
     patience_s: float = 60.0
-    upload_bytes_per_s: float | None = None
+    upload_bytes_per_s: float | str | None = None
     discovery: Any = None
 
     def __post_init__(self) -> None:
+        parse_sizes(self)
         check_integer("connections", self.connections, 1)
         check_choice("from_urls", self.from_urls, ("", "public", "any"))
         for name in ("receipt_s", "patience_s"):
@@ -139,7 +143,6 @@ class SampleOptions:
             fewer samples than ranks remain, a rank without one gets one sample of another step, with weight 0 and no
             sample_ids. All ranks have the same number of steps; `batch.weight` corrects for uneven shares.
         pad_id: The padding of rows; by default EOS, or 0.
-        trim_padding: Layout `rows`: remove the last columns of a batch that are padding in all its rows.
         max_documents: Pad `cu_seqlens` to [max_documents + 1], for compilers that need fixed shapes.
         prefetch_batches: Batches made ahead by a thread; 0 makes them in the caller's thread. Slices are fetched ahead
             either way.
@@ -153,7 +156,6 @@ class SampleOptions:
     dtype: Any = np.int64
     drop_last: bool = False
     pad_id: int | None = None
-    trim_padding: bool = False
     max_documents: int | None = None
     prefetch_batches: int = 0
 
@@ -161,7 +163,6 @@ class SampleOptions:
         check_integer("prefetch_batches", self.prefetch_batches, 0)
         check_integer("max_documents", self.max_documents, 1)
         check_choice("drop_last", self.drop_last, (True, False))
-        check_choice("trim_padding", self.trim_padding, (True, False))
 
 
 class LoaderArguments(TypedDict, total=False):
@@ -177,7 +178,7 @@ class LoaderArguments(TypedDict, total=False):
     steps: int | None
     split: str | None
     cache_dir: str | Path | None
-    cache_bytes: int | None
+    cache_bytes: int | str | None
     scheduler: str | Mapping[str, str] | None
     order: OrderOptions | None
     cache: CacheOptions | Literal["disk", "ram"] | None
@@ -210,7 +211,7 @@ class LoaderConfig:
     document_masks: bool = False
     split: str | None = None
     cache_dir: str | Path | None = None
-    cache_bytes: int | None = None
+    cache_bytes: int | str | None = None
     scheduler: str | Mapping[str, str] | None = None
     order: OrderOptions = OrderOptions()
     cache: CacheOptions = CacheOptions()
@@ -224,6 +225,7 @@ class LoaderConfig:
         if self.dataset is None:
             vars(self).update(_read_environment(self))
         vars(self)["dataset"] = as_mixture(self.dataset) or named(self.dataset)
+        parse_sizes(self)
         for name in ("seq_len", "epochs", "steps", "cache_bytes"):
             check_integer(name, getattr(self, name), 1)
         check_choice("packing", self.packing, PACKINGS)

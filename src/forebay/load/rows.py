@@ -45,11 +45,8 @@ class RowCollator(Collator):
     inputs, -100 where masked.
     """
 
-    def __init__(
-        self, indexes: Sequence[SampleIndex], *, pad_id: int | None = None, trim_padding: bool = False
-    ) -> None:
+    def __init__(self, indexes: Sequence[SampleIndex], *, pad_id: int | None = None) -> None:
         super().__init__(indexes)
-        self._trim_padding = trim_padding
         self._pads = {"input_ids": indexes[0].pad_id if pad_id is None else pad_id, "labels": IGNORE_INDEX}
         self._empty: dict[str, Array] = {}  # The tensors of a batch without rows.
         self._dtypes: dict[str, str] = {}  # As they are stored.
@@ -59,11 +56,6 @@ class RowCollator(Collator):
 
     def _open(self, key: int, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _Tensors]:
         tensors = slice_.tensors
-        if self._trim_padding and "attention_mask" not in tensors:
-            raise UsageError(
-                f"trim_padding: expected a tensor 'attention_mask', got {sorted(tensors)} ({slice_.path}). Leave "
-                "trim_padding out."
-            )
         self._dtypes |= slice_.dtypes
         self._empty = self._empty or {name: np.empty((0, *a.shape[1:]), a.dtype) for name, a in tensors.items()}
         return slice_.num_rows, {name: MappedArray(array, slice_.path) for name, array in tensors.items()}
@@ -79,11 +71,6 @@ class RowCollator(Collator):
     def make(self, plan: RowPlan, start: int, stop: int) -> BatchArrays:
         tensors = stack_rows(plan, start, stop, self._pads) if stop > start else dict(self._empty)
         mask = tensors.get("attention_mask")
-        if self._trim_padding and mask is not None and mask.ndim == 2 and len(mask):
-            width = max(1, int(np.flatnonzero(mask.any(0)).max(initial=0)) + 1)
-            wide = {name: array for name, array in tensors.items() if array.shape[:2] == mask.shape and array.ndim == 2}
-            tensors |= {name: np.ascontiguousarray(array[:, :width]) for name, array in wide.items()}
-            mask = tensors["attention_mask"]
         tensors = {name: self._widened(name, array, tensors) for name, array in tensors.items()}
         ids, labels = tensors.get("input_ids"), tensors.get("labels")
         if labels is None and ids is not None and mask is not None and ids.shape == mask.shape:

@@ -33,7 +33,6 @@ from forebay.order.bijection import derive_key, inverse
 from forebay.order.plan import lease_order
 from forebay.order.shard_windows import receipt
 
-FORMATS = ("jsonl", "parquet")
 _BLOCK = 1 << 14  # rows
 _MAGIC = b"SQLite format 3\0"
 _TRIES = 50
@@ -218,18 +217,16 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     return sorted(shares, key=lambda part: (part.recorded_at, part.first_step))
 
 
-def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: bool = False) -> int:
-    """Write one row per use, in one of FORMATS; return their number.
+def export_uses(index: LedgerIndex, out: str | Path, *, sample_ids: bool = False) -> int:
+    """Write one row per use, as Parquet if `out` ends so and else as JSON lines; return their number.
 
     `sample_ids` adds a column `samples`: the global ids in the order of reading. It costs 20 ns a sample, and 8 bytes
     before compression.
     """
-    if form not in FORMATS:
-        raise UsageError(f"export: expected a format of {FORMATS}, got {form!r}.")
     remove_stale(Path(out).parent)
     blocks = (_block(index, first, sample_ids) for first in range(0, len(index.uses), _BLOCK))
     with open_atomic(out) as file:
-        if form == "parquet":
+        if Path(out).suffix == ".parquet":
             schema = _block(index, 0, sample_ids, num=0).schema
             with pq.ParquetWriter(file, schema, compression="zstd") as writer:
                 for block in blocks:

@@ -360,7 +360,7 @@ def describe(name: str) -> str:
         cls = choices[0]
     lines = [f"[{name}]", "", inspect.cleandoc(cls.__doc__ or ""), ""]
     for item in dataclasses.fields(cls):
-        if item.default is not dataclasses.MISSING and item.name != "own":
+        if item.init and item.default is not dataclasses.MISSING and item.name != "own":
             default = plain(item.default)
             shown = "(none)" if default is None else json.dumps(default, ensure_ascii=False)
             lines.append(f"{item.name} = {shown}")

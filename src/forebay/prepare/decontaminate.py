@@ -19,7 +19,7 @@ import math
 import mmap
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -41,7 +41,7 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, read_words
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.inputs import InputFiles, find_inputs, read_split, split_files
-from forebay.prepare.settings import Count, Json, Share, Texts, check_fields
+from forebay.prepare.settings import Json, Share, Texts, check_fields, former_defaults
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.keys import hash_json, source_key
 
@@ -339,11 +339,8 @@ class Decontaminate(Stage):
         ngram: Words of an n-gram, after case, punctuation and accents are removed; 0: 8 for `overlap`, 13 for `ngram`.
             A field with fewer words is not looked for; the report counts instances that have none.
         min_ratio: Of `overlap`.
-        action: `drop` the document; or `cut` the n-grams, and `margin` characters on both sides. A piece of fewer than
-            `margin` characters goes too, and a document that would be left in more than `max_pieces`, or in none.
-        margin, max_pieces: Of `cut`.
-        id_key: The field with an instance's id, for the list; a record without has its file and line.
-        format: Of the sets: a name, or `auto`.
+        action: `drop` the document; or `cut` the n-grams, and 200 characters on both sides. A piece of fewer characters
+            goes too, and a document that would be left in more than 10 pieces, or in none.
 
     Source: overlap as in Tülu 3 (Lambert et al. 2024), 3.2: 8-grams, half of an instance's tokens. ngram, and cut, as
     in GPT-3 (Brown et al. 2020), appendix C: 13-grams, 200 characters, 10 pieces.
@@ -358,10 +355,10 @@ class Decontaminate(Stage):
     ngram: Annotated[int, Field(ge=0, le=256)] = 0
     min_ratio: Share = 0.5
     action: Literal["drop", "cut"] = "drop"
-    margin: Count = 200
-    max_pieces: Annotated[int, Field(ge=1)] = 10
-    id_key: str = "id"
-    format: str = "auto"
+    margin: int = field(default=200, init=False)
+    max_pieces: int = field(default=10, init=False)
+
+    former = former_defaults(id_key="id", format="auto")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -394,7 +391,7 @@ class Decontaminate(Stage):
         return listed
 
     def _find(self) -> SetFiles:
-        options = ReadOptions(format=self.format, id_key=self.id_key, text_keys=self.fields or (ALL_FIELDS,))
+        options = ReadOptions(text_key=self.fields or (ALL_FIELDS,))
         return SetFiles.find(self.sets, options, self.ngram_words)
 
     def index(self) -> EvaluationIndex:

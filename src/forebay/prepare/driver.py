@@ -68,7 +68,7 @@ def prepare_dataset(
     filters: str | Stage | Sequence[str | Stage] = (),
     dedup: str | Method | Sequence[str | Method] = (),
     name: str | None = None,
-    slice_bytes: int | None = None,
+    slice_bytes: int | str | None = None,
     seed: int | None = None,
     settings: Mapping[str, Any] | None = None,
     to: str | Output = "dataset",
@@ -196,7 +196,7 @@ def prepare_dataset(
             return _run(run, _Job(output, sources, own_splits, loaded, strict))
         except TasksFinishedError:
             if store.exists(RUN_FILE):  # else another process has written the output
-                progress.finish("ended", "all tasks are finished: `forebay prepare --finish` writes the output")
+                progress.finish("ended", "all tasks are finished: `forebay prepare --task finish` writes the output")
             return PrepareResult(run.path, recipe.name, "", 0, 0, 0, 0)
 
 

@@ -270,7 +270,7 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         if not name and detection.problem and (is_named or format_of_suffix(file.name) in names):
             raise UnreadableInputError(f"{file.path}: {detection.problem}")
         if not (is_forced or is_named) and _ASSETS.search(file.name):
-            return Skipped(file.path, "a script, style sheet, drawing, index or checksum (--format code reads them)")
+            return Skipped(file.path, "a script, style sheet, drawing, index or checksum (read.format=code reads them)")
         if name in names:
             encoding = detection.encoding if options.encoding == "auto" else codecs.lookup(options.encoding).name
             is_utf8 = encoding in ("utf-8", "utf-8-sig", "ascii") or not text_format(name).is_plain_text
@@ -293,7 +293,7 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         advice = (
             "Unpack or convert it first."
             if reason in ARCHIVES.values()
-            else "Force a format with --format, or leave it out."
+            else "Force a format with --set read.format=NAME, or leave it out."
         )
         raise PrepareError(
             f"{file.path}: expected one of {', '.join(names)}, got {reason} that begins with bytes "
@@ -326,7 +326,7 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
         got = printable(", ".join(columns))[:300]
         raise UnreadableInputError(
             f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got {got}. "
-            'Name it beside those of other files (--set \'read.text_keys=["text", "NAME"]\'), or by its number in a '
+            'Name it beside those of other files (--set \'read.text_key=["text", "NAME"]\'), or by its number in a '
             "CSV without a header (--set read.text_key=0)."
         )
     return field if field != options.text_key else ""

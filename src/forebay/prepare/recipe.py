@@ -1,6 +1,6 @@
 """The recipe: everything that decides the bytes of a dataset. Each table of its file is a frozen dataclass here."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -81,14 +81,13 @@ class Rows(Settings):
         template: The text around turns: `plain`, `chatml`, or the file of a chat template: Jinja, or a
             tokenizer_config.json. Only what it writes for the assistant is trained on.
         too_long: A longer conversation is `cut` at its end, or `drop`ped.
-        labels: `I64`, as PyTorch expects it, or `I32`.
         packed: Several whole conversations share a row, told apart by `position_ids` and `segment_ids`.
     """
 
     max_tokens: Annotated[int, Field(ge=2)] = 2048
     template: str = "plain"
     too_long: Literal["cut", "drop"] = "cut"
-    labels: Literal["I32", "I64"] = "I64"
+    labels: str = field(default="I64", init=False)  # As PyTorch expects it.
     packed: bool = False
 
     def conversations(self) -> Conversations:
@@ -105,19 +104,6 @@ class Rows(Settings):
         from forebay.prepare.tokenize.chat_template import load_chat_template
 
         return load_chat_template(self.template)
-
-
-@dataclass(frozen=True)
-class LanguageModel(Settings):
-    """`[lm]`: the model that `--to lm` trains, interpolated modified Kneser-Ney.
-
-    Args:
-        order: Words of an n-gram, 2 to 8; KenLM as it is usually built reads 2 to 6.
-        vocab_limit: The most frequent words are in the vocabulary, up to this; the others are `<unk>`.
-    """
-
-    order: Annotated[int, Field(ge=2, le=8)] = 3
-    vocab_limit: Annotated[int, Field(ge=1, le=2_000_000)] = 500_000
 
 
 @dataclass(frozen=True)
@@ -142,24 +128,22 @@ class Recipe(Settings):
     tokenize: Tokenize = field(default_factory=Tokenize)
     slice: Slicing = field(default_factory=Slicing)
     rows: Rows | None = None
-    lm: LanguageModel | None = None
     fim: FillInTheMiddle | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rows is not None and self.rows.template not in TEMPLATES and not self.read.keep_roles:
-            object.__setattr__(self, "read", replace(self.read, keep_roles=True))
+        if self.rows is not None and self.rows.template not in TEMPLATES:
+            object.__setattr__(self, "read", self.read.with_roles())
 
     def to_json(self) -> Json:
         """Every setting, defaults too, as the lineage has it: `stages` is a list of [name, settings]."""
-        names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm", "fim")]
+        names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "fim")]
         settings = {name: plain(getattr(self, name)) for name in names}
         own = settings["dedup"].pop("own")
         if own:
             settings["dedup"]["own"] = [[m.name, m.settings] for m in self.dedup.own]
         if self.rows is not None:
             settings["rows"] = self.rows.to_json()
-        for name in ("lm", "fim"):
-            if (table := getattr(self, name)) is not None:
-                settings[name] = plain(table)
+        if self.fim is not None:
+            settings["fim"] = plain(self.fim)
         return {**settings, "stages": [[s.name, plain(without_paths(s))] for s in self.stages]}

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -37,6 +37,11 @@ _EXPECTED = {
 }
 """What a kind of error of pydantic's wanted, where it does not say it in our words."""
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+def former_defaults(**values: Any) -> Json:
+    """Return the last defaults of settings that are gone, for `former`."""
+    return values
 
 
 @cache
@@ -76,7 +81,13 @@ def check_order(settings: object, low: str, high: str) -> None:
 
 
 class Settings:
-    """A frozen dataclass whose fields are checked."""
+    """A frozen dataclass whose fields are checked.
+
+    A setting that became a constant is a field that no caller sets (`init=False`); `former` has the defaults of those
+    that are gone. Both are still part of the lineage, so that the same recipe gives the same dataset id.
+    """
+
+    former: ClassVar[Json] = {}
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -109,7 +120,10 @@ def check_fields(settings: Any) -> None:
 def plain(value: Any) -> Any:
     """A setting as JSON and TOML have it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {
+            **getattr(value, "former", {}),
+            **{f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)},
+        }
     if isinstance(value, Mapping):
         return {str(key): plain(member) for key, member in value.items()}
     if isinstance(value, (tuple, list, frozenset, set)):

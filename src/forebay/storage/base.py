@@ -344,11 +344,18 @@ def _path_error(error: OSError) -> ForebayError:
 
 def require_env(name: str, user: str) -> str:
     """Return an environment variable that `user` needs; UsageError, without any value, if it is not set or empty."""
-    value = os.environ.get(name, "")
+    value = read_env(name)
     if not value:
         problem = "it is empty" if name in os.environ else "got none"
         raise UsageError(f"{user}: expected the environment variable {name}, {problem}. Set it.")
     return value
+
+
+def read_env(name: str) -> str:
+    """Return an environment variable; where it is not set or empty, that of the file FOREBAY_ENV_FILE, or ""."""
+    if not os.environ.get(name) and (path := os.environ.get("FOREBAY_ENV_FILE")):
+        load_env_file(path)
+    return os.environ.get(name, "")
 
 
 def load_env_file(path: str | Path) -> None:

@@ -29,6 +29,7 @@ from forebay.storage.base import (
     TransientError,
     check_etag,
     log,
+    read_env,
     require_env,
 )
 from forebay.storage.credentials import profile_options
@@ -78,7 +79,7 @@ class BucketOrigin(ObjectOrigin):
                 f"open an origin: expected no secret in the URL, got {', '.join(secret)}. Set it in the environment."
             )
         if address.scheme == "r2":
-            endpoint = os.environ.get("R2_DATASET_ENDPOINT")
+            endpoint = read_env("R2_DATASET_ENDPOINT")
             if not endpoint:
                 account = require_env("R2_DATASET_ACCOUNT_ID", "r2")
                 endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"

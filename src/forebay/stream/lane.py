@@ -25,6 +25,7 @@ from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.stream.hub import Records
 from forebay.stream.records import Share
 from forebay.stream.state import LaneState
+from forebay.units import as_size, parse_sizes
 
 _PART_SAMPLES = 64
 _MAX_MALFORMED = 1000
@@ -142,7 +143,7 @@ class StreamOptions:
 
     lanes: int | None = None
     shuffle_documents: int = 10_000
-    shuffle_bytes: int = 256 << 20
+    shuffle_bytes: int | str = 256 << 20
     warmup_documents: int | None = None
     text_key: str = "text"
     format: str = "auto"
@@ -153,6 +154,7 @@ class StreamOptions:
     prefetch_batches: int = 2
 
     def __post_init__(self) -> None:
+        parse_sizes(self)
         for name in ("shuffle_documents", "shuffle_bytes", "warmup_documents", "prefetch_batches"):
             check_integer(name, getattr(self, name), 0)
         check_integer("lanes", self.lanes, 1)
@@ -225,7 +227,7 @@ class Lane:
         key = derive_key(self.seed, "stream", "files", state.epoch) if self.shuffle else None
         self._reading = self._records.open(state.epoch, key, state.position, self._share)
         self._buffer = ShuffleBuffer(
-            options.shuffle_documents, options.shuffle_bytes,
+            options.shuffle_documents, as_size(options.shuffle_bytes),
             derive_key(self.seed, "stream", "documents", state.epoch, self._share.lane), state.draws, state.buffered,
             options.warmup_documents,
         )  # fmt: skip

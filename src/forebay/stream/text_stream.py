@@ -31,6 +31,7 @@ from forebay.stream.hub import HUB, Records, records_of
 from forebay.stream.lane import Lane, Malformed, StreamOptions, TextEncoder
 from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
+from forebay.units import as_size
 
 _MAX_EXCESS = 1.5
 _MAX_FACTOR = 1.1  # times that the ranks may fetch the text together
@@ -138,7 +139,7 @@ class TextStream(RunningSource[NumpyTokens]):
         self.options = replace(
             requested, lanes=lanes, drop_last=bool(requested.drop_last) and not self._is_endless,
             shuffle_documents=-(-requested.shuffle_documents // share) if self.shuffle else 0,
-            shuffle_bytes=requested.shuffle_bytes // share,
+            shuffle_bytes=as_size(requested.shuffle_bytes) // share,
             warmup_documents=None if requested.warmup_documents is None else -(-requested.warmup_documents // share),
         )  # fmt: skip
         # Samples of the rank with most, over the mean; ranks have whole lanes, or parts of one.

@@ -30,8 +30,6 @@ _HELP = {
     "streaming": "stream, or keep the files here first (streamed above 10 GB)",
     "shuffle_buffer": "documents that are mixed (the dataset's own)",
     "text_key": "the column with the text (the dataset's own)",
-    "lanes": "shares of a text (the number of ranks; with a coordinator up to 24)",
-    "vocab_size": "of dummies' ids (1024)",
     "num_steps": "steps of the run (100)",
     "model_size": "of the model of FILE.py:NAME (tiny)",
     "trainer": "count (NumPy), or FILE.py:NAME, a class of your program (count)",

@@ -77,10 +77,7 @@ class WorkerConfig:
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
         shuffle_buffer: Documents that are mixed; None: the dataset's own.
-        lanes: Shares into which the documents of a text are divided; None: the world size, and with a coordinator as
-            many as the text permits, up to 24. See `TextStream.join_world`.
         text_key: The column with the text; None: the dataset's own.
-        vocab_size: Of dummies' ids.
         learning_rate: AdamW's.
         trainer: "count" (NumPy: which token follows which), or FILE.py:NAME, a class of your program, such as
             examples/train_gpt.py:GptTrainer.
@@ -101,9 +98,7 @@ class WorkerConfig:
     seed: int = 42
     streaming: bool | None = None
     shuffle_buffer: int | None = None
-    lanes: int | None = None
     text_key: str | None = None
-    vocab_size: int = 1024
     learning_rate: float = 1e-3
     trainer: str = "count"
     device: str | None = None
@@ -118,9 +113,7 @@ class WorkerConfig:
             if getattr(self, name) is None:
                 raise UsageError(f"{name}: expected an integer from 1, got None. Leave it out for its default.")
             check_integer(name, getattr(self, name), 1)
-        check_integer("vocab_size", self.vocab_size, 2)
         check_integer("shuffle_buffer", self.shuffle_buffer, 0)
-        check_integer("lanes", self.lanes, 1)
         for name in ("learning_rate", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SHARED = (
     "dataset_type", "dataset_name", "tokenizer_name", "batch_size", "seq_len", "num_steps", "model_size", "seed",
-    "shuffle_buffer", "lanes", "text_key", "vocab_size", "learning_rate",
+    "shuffle_buffer", "text_key", "learning_rate",
 )  # fmt: skip
 """Settings that are the same for all workers of a run; the coordinator's replace a worker's."""
 NEEDED = ("dataset_type", "batch_size", "num_steps", "seed")

@@ -15,7 +15,7 @@ from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import Integers, Trainer, trainer_class
 
 PROGRESS_S = 2.0
-_OF_TEXT = ("tokenizer_name", "streaming", "shuffle_buffer", "lanes", "text_key")  # settings
+_OF_TEXT = ("tokenizer_name", "streaming", "shuffle_buffer", "text_key")  # settings
 Log = Callable[[str], None]
 OnStep = Callable[[int, NumpyTokens, float], None]
 
@@ -66,10 +66,10 @@ def open_data(config: WorkerConfig) -> Batches:
     }  # fmt: skip
     if config.dataset_name is None:
         distributed = config.dataset_type == "distributed_dummy"
-        return DummyDataset(vocab_size=config.vocab_size, distributed=distributed, **common)
+        return DummyDataset(distributed=distributed, **common)
     return create_huggingface_dataset(
         config.dataset_name, streaming=config.streaming, tokenizer_name=config.tokenizer_name,
-        buffer_size=config.shuffle_buffer, lanes=config.lanes, text_key=config.text_key, **common,
+        buffer_size=config.shuffle_buffer, text_key=config.text_key, **common,
     )  # fmt: skip
 
 
@@ -155,7 +155,6 @@ class Training:
                     "counts; give a model, trainer=FILE.py:NAME",
                 ),
                 (not is_text, _OF_TEXT, "random samples; name a dataset, dataset_name=NAME"),
-                (is_text, ("vocab_size",), "a text: its tokenizer has the ids"),
                 (is_alone, ("coordinator", "identity", "timeout_s"), "a worker alone; train together, --distributed"),
             ):
                 changed = [name for name in names if getattr(self.config, name) != getattr(WorkerConfig, name)]

@@ -130,9 +130,8 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(start: 
 
 
 def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(start: Start, tmp_path):
-    config = tmp_path / "run.toml"
-    config.write_text('dataset_name = "tiny"\nbatch_size = 8\n')
-    process, address = coordinator(start, *f"--min-workers 4 --config {config} --set seq_len=32".split())
+    settings_given = "--set dataset_name=tiny --set batch_size=8 --set seq_len=32"
+    process, address = coordinator(start, *f"--min-workers 4 {settings_given}".split())
     settings = {"batch_size": 2, "num_steps": 9}
     members = [Membership(f"http://{address}", f"worker-{i}", settings=settings, lockstep=False) for i in range(4)]
     join_all(*members)

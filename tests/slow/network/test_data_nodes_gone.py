@@ -27,8 +27,8 @@ def prepare(start: Start, directory: Path, texts: int, *options: object) -> Path
 @pytest.mark.parametrize("is_back", [True, False])
 def test_a_job_without_its_data_node(tmp_path, stack: ExitStack, start: Start, is_back: bool):
     """It goes on with an extended dataset; or all say that no data node is left, and the worker ends."""
-    monday = prepare(start, tmp_path / "monday", 20, "--slice-bytes", "8000", "--name", "monday")
-    tuesday = prepare(start, tmp_path / "tuesday", 2, "--extend", monday, "--name", "tuesday")
+    monday = prepare(start, tmp_path / "monday", 20, "--slice-bytes", "8000", "--set", "name=monday")
+    tuesday = prepare(start, tmp_path / "tuesday", 2, "--extend", monday, "--set", "name=tuesday")
     dht = Bootstrap(2)
     stack.callback(dht.close)
     homes = make_network(tmp_path / "net", ["data", "scheduler", "worker"], dht.addresses)

@@ -34,7 +34,7 @@ def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_ba
     create_network(tmp_path / "other", "test")
     assert not report["certified"] and report["scheduler"] == service.identity.peer_id
     for code, root in enumerate((network.directory / "network", tmp_path / "other")):
-        assert json.loads(run("verify", "--json", "--root", root / "root-cert.pem", code=code))["certified"]
+        assert json.loads(run("verify", "--json", "--identity", root, code=code))["certified"]
     run("verify", "--key", "11" * 32, code=1)
     assert "keys were not checked against a network" in run("verify")
     assert "workers are certified" in run("verify", "--identity", network.homes["data"])

@@ -150,7 +150,7 @@ def test_plan_reads_and_writes_nothing(tmp_path):
 def test_a_language_model_of_text_and_the_better_half(tmp_path):
     pytest.importorskip("kenlm")
     book = shared_data("books/gutenberg_en/carroll-alice.txt")
-    run_command("prepare", book, "--to", "lm", "--set", "lm.order=3", "--out", tmp_path / "lm", "--json")
+    run_command("prepare", book, "--to", "lm", "--out", tmp_path / "lm", "--json")
     model = tmp_path / "lm/model.arpa"
     assert model.read_text().startswith("\\data\\")
     paragraphs = [p for p in book.read_text().split("\n\n") if len(p) > 80][:100]

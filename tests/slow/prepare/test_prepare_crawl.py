@@ -27,7 +27,7 @@ def server(tmp_path) -> Iterator[OriginServer]:
 
 def command(server: OriginServer, out: Path, workers: int) -> tuple[list[str], dict[str, str]]:
     program = str(Path(sys.executable).with_name("forebay"))
-    arguments = ["prepare", f"commoncrawl:{CRAWL}?kind=wet", "--tokenizer", "bytes", "--name", "d", "--json"]
+    arguments = ["prepare", f"commoncrawl:{CRAWL}?kind=wet", "--tokenizer", "bytes", "--set", "name=d", "--json"]
     environment = {"FOREBAY_COMMONCRAWL_URL": server.url, "no_proxy": "127.0.0.1"}
     return [program, *arguments, "--out", str(out), "--workers", str(workers)], os.environ | environment
 

@@ -1,6 +1,7 @@
 """Commands as a user types them: what they print, and one line that names the fault when something is wrong."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,39 @@ def test_roles_names_and_keys_of_a_network(node: Path, tmp_path, capsys):
     assert "alice has a new certificate until" in capsys.readouterr().out
     after = report(capsys, "network", "show", node)
     assert after["expires"] >= before["expires"] and after == before | {"expires": after["expires"]}
+
+
+OTHERS = ["HF_DATASETS_NAME=my run 3", 'JSON={"a": 1}', "MOTD=it's fine", "export PATH", "# a comment", ""]
+OWN = ["R2_DATASET_BUCKET_NAME=b", "export DATASET_BINS_PATH='remote/'", "R2_DATASET_READ_ACCESS_KEY_ID = id-1"]
+
+
+@pytest.mark.parametrize("how", ["before", "behind", "environment"])
+@pytest.mark.parametrize(
+    "lines, environment, told",
+    [
+        ([], {}, "R2_DATASET_ACCOUNT_ID, got none"),
+        (["R2_DATASET_ACCOUNT_ID="], {}, "R2_DATASET_ACCOUNT_ID, it is empty"),
+        (["R2_DATASET_ACCOUNT_ID="], {"R2_DATASET_ACCOUNT_ID": "a"}, "R2_DATASET_READ_SECRET_ACCESS_KEY, got none"),
+        (["R2_DATASET_ACCOUNT_ID=a"], {"R2_DATASET_ACCOUNT_ID": ""}, "R2_DATASET_READ_SECRET_ACCESS_KEY, got none"),
+        (["R2_DATASET_ACOUNT_ID=a"], {}, "got R2_DATASET_ACOUNT_ID"),
+    ],
+)
+def test_an_env_file_has_lines_of_others_and_its_empty_keys_are_told(
+    capsys, monkeypatch, tmp_path, how: str, lines: list[str], environment: dict[str, str], told: str
+):
+    for name in [name for name in os.environ if name.startswith(("R2_DATASET", "DATASET_BINS"))]:
+        monkeypatch.delenv(name)
+    for line in (*OWN, *lines):  # Restored afterwards.
+        monkeypatch.setenv(line.partition("=")[0].removeprefix("export ").strip(), "")
+    monkeypatch.delenv("R2_DATASET_ACCOUNT_ID", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "run.env"
+    path.write_text("\n".join([*OTHERS, *OWN, *lines]))
+    command, given = ["inspect", "r2://"], ["--env-file", path]
+    if how == "environment":
+        monkeypatch.setenv("FOREBAY_ENV_FILE", str(path))
+        given = []
+    assert forebay(*(given + command if how == "before" else command + given)) == 2
+    printed = capsys.readouterr().err
+    assert told in printed and "id-1" not in printed

@@ -101,29 +101,6 @@ def stack_all(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArra
     return collator.make(plan, 0, sum(counts))
 
 
-def test_trim_cuts_what_is_padding_in_every_row_leaves_a_column_and_needs_a_mask(tmp_path):
-    for folder in ("mixed", "empty", "unmasked"):
-        (tmp_path / folder).mkdir()
-    tensors = {
-        "input_ids": np.arange(1, 13, dtype=np.int32).reshape(2, 6),
-        "attention_mask": np.array([[1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0]], np.uint8),
-        "kind": np.array([3, 4]),
-        "scores": np.zeros((2, 5), np.float32),
-    }
-    inputs, labels, got, *_ = stack_all(tmp_path / "mixed", [tensors], trim_padding=True)
-    assert inputs.tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
-    assert got["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 1, 1]]
-    assert got["kind"].tolist() == [3, 4] and got["scores"].shape == (2, 5)
-    assert labels.tolist() == [[1, 2, -100, -100], [7, -100, 9, 10]]
-    images = np.random.default_rng(0).integers(0, 255, (1, 4, 3, 2), dtype=np.uint8)
-    empty = {"input_ids": np.ones((1, 3), np.uint16), "attention_mask": np.zeros((1, 3), np.uint8), "images": images}
-    inputs, labels, got, *_ = stack_all(tmp_path / "empty", [empty], trim_padding=True)
-    assert inputs is not None and labels is not None and (got["images"] == images).all()
-    assert inputs.tolist() == [[1]] and labels.tolist() == [[-100]] and labels.dtype == np.int64
-    with pytest.raises(UsageError, match="attention_mask"):
-        stack_all(tmp_path / "unmasked", [{"input_ids": np.ones((1, 3), np.uint16)}], trim_padding=True)
-
-
 @pytest.mark.parametrize(
     "first, second",
     [

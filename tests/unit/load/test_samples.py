@@ -169,7 +169,6 @@ def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path)
         ([concat, rows], {}),
         ([concat, fit], {}),
         ([rows], {"document_masks": True}),
-        ([concat], {"trim_padding": True}),
     ):
         with pytest.raises(UsageError):
             make_collator(indexes, **options)

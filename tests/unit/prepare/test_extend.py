@@ -221,7 +221,6 @@ def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: P
         ("expected its bos False", old, {"tokenize": {"tokenizer": "bytes", "bos": "auto"}}),
         ("expected its eos_id 256, got 'none'", old, {"tokenize": {"tokenizer": "bytes", "eos": False}}),
         (r"dedup\.keep = 'first'", old, {"dedup": {"exact": True, "keep": "longest"}}),
-        ("methods that compare text, got semantic", old, {"dedup": {"semantic": True, "dimension": 4}}),
         ("expected its tokenizer 'none'", tmp_path / "imported", {}),
     ]
     for message, parent, settings in cases:

@@ -186,7 +186,7 @@ def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path):
     result = prepare([source, source / "a.txt"], tmp_path / "out")
     assert result.documents_out == 3  # with that of the prepared text, which is text
     assert result.skipped["an output of Forebay: a dataset or a report"] == 2
-    assert result.skipped["a script, style sheet, drawing, index or checksum (--format code reads them)"] == 6
+    assert result.skipped["a script, style sheet, drawing, index or checksum (read.format=code reads them)"] == 6
     assert prepare(source, tmp_path / "code", settings={"read": {"format": "code"}}).documents_out > 3
 
 
@@ -204,13 +204,15 @@ def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path):
 def test_the_field_of_the_text_is_that_of_each_file(name: str, data: bytes, key: str, tmp_path):
     (tmp_path / name).write_bytes(data)
     assert [file.text_key for file in find_inputs(tmp_path, ReadOptions()).files] == [key]
-    assert find_inputs(tmp_path, ReadOptions(text_keys=("text",))).files[0].text_key == ""
+    assert find_inputs(tmp_path, ReadOptions(text_key=("text",))).files[0].text_key == ""
 
 
 def test_when_all_is_dropped_the_report_says_why(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["too short", "short"])
     for to in ("dataset", "parquet"):
-        with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. Loosen .*report\.html"):
+        with pytest.raises(
+            PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. Loosen .*report\.html"
+        ):
             prepare(path, tmp_path / to, settings={"length": {"min_chars": 100}}, to=to)
         report = load_report(tmp_path / to)
         assert report["totals"]["documents_in"] == 2 and report["funnel"][1]["documents_out"] == 0

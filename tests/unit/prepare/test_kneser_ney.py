@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.kneser_ney import train_lm
-from forebay.prepare.recipe import LanguageModel
 from support.batches import to_batch
 
 Model = dict[tuple[str, ...], tuple[float, float]]
@@ -100,9 +99,6 @@ def test_limits_of_vocabulary(tmp_path):
 
 def test_refusals(tmp_path):
     out = tmp_path / "m.arpa"
-    for name, value in (("order", 1), ("order", 9), ("vocab_limit", 0)):
-        with pytest.raises(UsageError, match=f"^{name}: expected"):
-            LanguageModel(**{name: value})
     for texts in ([], [""], [" \n\t"]):
         with pytest.raises(PrepareError, match="no word"):
             train_lm(texts, out)

@@ -208,7 +208,7 @@ def test_an_engine(tmp_path, own: Any):
     engine = own.Counting()
     assert run(tmp_path, engine=engine).id == run(tmp_path, "x/out", engine="counting").id
     assert engine.tasks == 7 and run(tmp_path, "y/out", engine="my_own:Counting").documents_out == 5
-    with pytest.raises(UsageError, match="engine: expected one of local, ray, .*got 'none'"):
+    with pytest.raises(UsageError, match=r"engine: expected one of local, ray, .*got 'none'"):
         run(tmp_path, "z", engine="none")
 
 

@@ -156,7 +156,7 @@ def test_tables_say_which_columns_there_are(tmp_path):
     (failed,) = records(tmp_path / "a.parquet", text_key="main")
     assert failed.failed and "expected a text column 'main', got columns title: string, n: int64" in failed.problem
     with pytest.raises(
-        PrepareError, match=r"of text named text, content, .*, got title: string, n: int64\. .*text_keys"
+        PrepareError, match=r"of text named text, content, .*, got title: string, n: int64\. .*text_key"
     ):
         records(tmp_path / "a.parquet")
     raw = pa.StringArray.from_buffers(2, pa.py_buffer(struct.pack("<3i", 0, 1, 3)), pa.py_buffer(b"\xffok"))
@@ -221,14 +221,14 @@ def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path):
     table = pa.Table.from_pylist(nested)
     pq.write_table(table, tmp_path / "a.parquet")
     for path in (tmp_path / "a.jsonl", tmp_path / "a.parquet"):
-        assert good_texts(path, text_keys=("title", "body")) == ["Head\n\nBody", "Only"]
-        first, second = records(path, text_keys=("*",))
+        assert good_texts(path, text_key=("title", "body")) == ["Head\n\nBody", "Only"]
+        first, second = records(path, text_key=("*",))
         assert (first.text, second.text) == ("Head\n\nBody\n\none\ntwo", "Only\n\none\ntwo")
         assert (first.fields, first.id, second.id) == (("Head", "Body", "one\ntwo"), "1", "2")
     (tmp_path / "a.csv").write_text("id,title,body,url\n1,Head,Body,http://a.org\n2,,Only,\n")
-    assert good_texts(tmp_path / "a.csv", text_keys=("*",)) == ["Head\n\nBody", "Only"]
-    assert len(problems(tmp_path / "a.jsonl", text_keys=("none",))) == 1
-    assert "expected columns with text" in problems(tmp_path / "a.parquet", text_keys=("none",))[0]
+    assert good_texts(tmp_path / "a.csv", text_key=("*",)) == ["Head\n\nBody", "Only"]
+    assert len(problems(tmp_path / "a.jsonl", text_key=("none",))) == 1
+    assert "expected columns with text" in problems(tmp_path / "a.parquet", text_key=("none",))[0]
 
 
 def test_a_record_that_is_too_large_costs_itself_alone(tmp_path):

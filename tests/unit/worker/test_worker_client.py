@@ -74,7 +74,6 @@ def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int, tokeni
         ('{"num_steps": 1.5}', "num_steps"),
         ('{"worker_id": " "}', "worker_id"),
         ('{"learning_rate": 0}', "learning_rate"),
-        ('{"lanes": 0}', "lanes"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: str, words: str):
@@ -138,8 +137,8 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path):
     "settings, named",
     [
         ({"model_size": "medium", "learning_rate": 0.5, "device": "cuda"}, ["model_size, learning_rate, device"]),
-        ({"lanes": 2, "streaming": True, "timeout_s": 1, "vocab_size": 9}, ["streaming, lanes", "timeout_s"]),
-        ({"dataset_name": "", "vocab_size": 9, "lanes": 2, "tokenizer_name": "bytes"}, ["vocab_size"]),
+        ({"shuffle_buffer": 2, "streaming": True, "timeout_s": 1}, ["streaming, shuffle_buffer", "timeout_s"]),
+        ({"dataset_name": "", "shuffle_buffer": 2, "tokenizer_name": "bytes", "device": "cpu"}, ["device"]),
     ],
 )
 def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any], named: list[str]):

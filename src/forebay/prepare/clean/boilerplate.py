@@ -5,7 +5,7 @@ for English pages without markup, as in WET files; an extractor that sees the ma
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, spl
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers
 from forebay.prepare.filters.points import find
-from forebay.prepare.settings import Count, Positive, check_fields
+from forebay.prepare.settings import Count, check_fields, former_defaults
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
 ANYWHERE, BEGINNING, WHOLE_LINE = 0, 1, 2
@@ -129,25 +129,26 @@ class Boilerplate(Stage):
     """Takes lines out, and drops a document of which nothing is left.
 
     Args:
-        english: Use our list, `english.txt`.
-        patterns: A file of more phrases, one a line in the same form; lines that begin with `#` are comments. Letters
-            of ASCII are compared without case.
-        max_line_bytes: In a longer line no phrase is looked for: it has other text too.
+        patterns: A file of phrases beside ours (`english.txt`), one a line in the same form; lines that begin with `#`
+            are comments. Letters of ASCII are compared without case.
         menu_lines: So many short lines after one another, or more, are a menu; 0 for never. Blank lines do not count.
-        menu_words: Up to so many words, and no punctuation at its end, make a line short.
+            A line is short with up to three words, and no punctuation at its end.
+
+    In a line of more than 200 bytes no phrase is looked for: it has other text too.
 
     A list of names, a poem of very short lines or a table of one column is taken for a menu: set `menu_lines = 0` for
     such corpora, and for code. Source: the rules are ours; C4's line rules are a filter of their own.
     """
 
+    former = former_defaults(english=True)
+
     name = "boilerplate"
     version = 2
     reasons = ("empty",)
-    english: bool = True
     patterns: str = ""
-    max_line_bytes: Positive = 200
+    max_line_bytes: int = field(default=200, init=False)
     menu_lines: Count = 5
-    menu_words: Positive = 3
+    menu_words: int = field(default=3, init=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -166,7 +167,7 @@ class Boilerplate(Stage):
         index_type = np.int32 if offsets[-1] < 1 << 31 else np.int64  # a giant of very short lines has millions
         starts, stops, kinds = np.empty(rows, index_type), np.empty(rows, index_type), np.empty(rows, np.int8)
         has_text, counts = np.zeros(len(batch), bool), np.zeros((len(batch), len(KINDS)), np.int64)
-        automaton, positions = _automaton(self.english, self.patterns)
+        automaton, positions = _automaton(self.patterns)
         limits = (self.max_line_bytes, self.menu_lines, self.menu_words)
         n = _lines(offsets, data, automaton, positions, word_table(), limits, starts, stops, kinds, has_text, counts)
         drop = np.where(has_text, -1, 0).astype(np.int16)
@@ -187,8 +188,8 @@ def _spans(offsets: I64, starts: Array, stops: Array) -> tuple[I64, I64]:
 
 
 @functools.lru_cache(maxsize=16)
-def _automaton(english: bool, patterns: str) -> tuple[Automaton, U8]:
-    sources = [_ENGLISH] * english + [Path(patterns)] * bool(patterns)
+def _automaton(patterns: str) -> tuple[Automaton, U8]:
+    sources = [_ENGLISH] + [Path(patterns)] * bool(patterns)
     phrases: dict[str, int] = {}
     for line in (line for source in sources for line in read_lines(source, "patterns")):
         rule = {"^": BEGINNING, "=": WHOLE_LINE}.get(line.strip()[:1], ANYWHERE)

@@ -23,8 +23,7 @@ from forebay.prepare.clean.pii_context import compiled
 from forebay.prepare.clean.pii_ids import find_ids
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
-from forebay.prepare.filters.kernels import text_lengths
-from forebay.prepare.settings import Number
+from forebay.prepare.settings import Number, former_defaults
 
 Kind = Literal[
     "email", "ipv4", "ipv6", "iban", "card", "phone", "key", "us_ssn", "us_itin", "uk_nino", "uk_nhs", "de_tax_id",
@@ -90,7 +89,6 @@ class Pii(Stage):
         style: `mask` puts `<kind>` in its place; `fineweb` what FineWeb does for e-mail and IPv4 addresses.
         public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does.
         max_count: Drop a document with more: any number (Dolma: 5).
-        max_per_1000_words: Drop a document with more by 1000 words: any number.
 
     Source: FineWeb masks e-mail and public IP addresses alone (datatrove's PIIFormatter, its defaults); for that set
     `kinds = ["email", "ipv4", "ipv6"]` and `style = "fineweb"`. Soldaini et al. 2024 (Dolma), section 3, drop documents
@@ -99,12 +97,13 @@ class Pii(Stage):
 
     name = "pii"
     version = 6
-    reasons = ("pii_many", "pii_dense")
+    reasons = ("pii_many",)
     kinds: Annotated[tuple[Kind | Country, ...], Field(min_length=1)] = DEFAULT_KINDS
     style: Literal["mask", "fineweb"] = "mask"
     public_only: bool = True
     max_count: Number = math.inf
-    max_per_1000_words: Number = math.inf
+
+    former = former_defaults(max_per_1000_words="inf")
 
     @functools.cached_property
     def _selected(self) -> frozenset[str]:
@@ -125,21 +124,13 @@ class Pii(Stage):
             mine = np.flatnonzero(kinds == kind)
             turn = np.arange(len(mine)) - np.searchsorted(rows[mine], rows[mine], side="left")
             which[mine] += turn % len(masks[kind])
-        checked = self._check(batch, rows - 1)
+        number = np.bincount(rows - 1, minlength=len(batch))
+        checked = check_rules(batch, self.reasons, (Measure(number, high=self.max_count),))
         drop = checked.drop
         column = splice(column, starts, stops, puts, which)
         kinds = kinds[drop[rows - 1] < 0]
         counts: dict[str, int] = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist()))
         return StageResult(replace_column(batch, "text", column), drop, counts, measures=checked.measures)
-
-    def _check(self, batch: pa.RecordBatch, rows: I64) -> StageResult:
-        number = np.bincount(rows, minlength=len(batch))
-        density = Measure(np.zeros(len(batch)))
-        if self.max_per_1000_words < math.inf:
-            _, words = text_lengths(batch.column("text"))
-            with np.errstate(all="ignore"):
-                density = Measure(number * 1000 / words, high=self.max_per_1000_words)
-        return check_rules(batch, self.reasons, (Measure(number, high=self.max_count), density))
 
     def find(self, column: pa.LargeStringArray) -> Spans:
         """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""

@@ -1,4 +1,4 @@
-"""Drops documents with toxic text: by a lexicon with weights, by lists of words, or by a fastText model.
+"""Drops documents with toxic text: by a lexicon with weights, or by lists of words.
 
 One compiled pass over each document (see `spans`). The lexicon is in `toxic.txt.gz`: the lists of LDNOOBW in 27
 languages (CC-BY-4.0), with weights of ours; `scripts/make_toxic_lists.py` made it.
@@ -12,12 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field
 
 from forebay.arrays import BOOL, I64
 from forebay.errors import UsageError
@@ -26,16 +24,15 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.kernels import text_lengths
 from forebay.prepare.filters.language import LOOK_CHARS, default_model, language_code
-from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.classifiers import FastText
-from forebay.prepare.settings import Count, Number, Share, check_fields
+from forebay.prepare.settings import Number, check_fields, former_defaults
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
 """Languages written without spaces: a phrase is found anywhere."""
 ALLOWED = ("sm", "グロ", "女の子", "性")
 """Entries of the Japanese and Chinese lists that are common parts of honest words. Source: datatrove's
 C4BadWordsFilter, which leaves them out: each alone would drop more than a tenth of its language."""
-WORDS, SCORE, LEXICON = 0, 1, 2
+WORDS, LEXICON, MIN_WEIGHT = 0, 1, 5
 SHIPPED = "ldnoobw"
 SURE_LANGUAGE, UNSURE_LANGUAGES = 0.5, ("en", "ru", "zh")  # Lists of three scripts.
 FIRST_NAMES = ("Dick", "Semen", "Pussy Riot")
@@ -73,7 +70,7 @@ def _count(offsets, data, automaton, table, bounded, weights, matches):  # type:
 
 @dataclass(frozen=True)
 class Toxic(Stage):
-    """Drops documents by the lexicon that comes with it; or by word lists, by a fastText model, or by both.
+    """Drops documents by the lexicon that comes with it, or by word lists.
 
     The lexicon is no classifier: it finds obscene words, not threats or contempt in polite ones. Its entries weigh 5,
     and 1 if honest text has them as well; 3 in languages that were not examined. Names of places and persons (Fucking
@@ -88,12 +85,8 @@ class Toxic(Stage):
         language: Of documents without one in a column `language`; "": it is detected, and a text whose language is in
             doubt is compared with the lists of English, Russian and Chinese too.
         allow: Entries of the lists that do not count.
-        max_matches: More matches with `lists` than this drop; -1 for no limit.
-        model: A fastText model's path.
-        label: Of the model: whose probability counts.
-        threshold: A probability of at least this drops. The column `toxic_score` says it.
-        max_score: Without lists and model: more weight for 100 words drops. The column `toxic_score` says it.
-        min_weight: And only if the document has this weight at least.
+        max_score: Without lists: more weight for 100 words drops, if the document has a weight of 5 at least. The
+            column `toxic_score` says it.
 
     Source: C4 (Raffel et al. 2020): any word of LDNOOBW drops; in Chinese, Japanese and Thai wherever it stands, else
     where no word character touches it (datatrove's C4BadWordsFilter). Weights and limits are ours. Cost: linear in any
@@ -102,16 +95,13 @@ class Toxic(Stage):
 
     name = "toxic"
     version = 3
-    reasons = ("toxic_words", "toxic_score", "toxic_lexicon")
+    reasons = ("toxic_words", "toxic_lexicon")
     lists: str = ""
     language: str = ""
     allow: tuple[str, ...] = ALLOWED
-    max_matches: Annotated[int, Field(ge=-1)] = 0
-    model: str = ""
-    label: str = "__label__toxic"
-    threshold: Share = 0.5
     max_score: Number = 1.0
-    min_weight: Count = 5
+
+    former = former_defaults(max_matches=0, model="", label="__label__toxic", threshold=0.5, min_weight=MIN_WEIGHT)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -119,13 +109,10 @@ class Toxic(Stage):
             raise UsageError(
                 f"lists: expected `{SHIPPED}`, a file or a directory, got {self.lists!r}, which does not exist"
             )
-        if self.model and not Path(self.model).is_file():
-            raise UsageError(f"model: expected a fastText model, got {self.model!r}, which is no file")
 
     def files(self) -> tuple[str, ...]:
-        """The lists and the model."""
-        detects = not self.language and (self.lists or not self.model)
-        matches = [self.model] * bool(self.model) + [default_model()] * bool(detects)
+        """The lists, and the model of languages."""
+        matches = [] if self.language else [default_model()]
         if self.lists not in ("", SHIPPED):
             path = Path(self.lists)
             matches += [str(p) for p in sorted(path.iterdir()) if p.is_file()] if path.is_dir() else [self.lists]
@@ -133,34 +120,24 @@ class Toxic(Stage):
 
     def annotation(self) -> Stage:
         """The same column, and nothing is dropped."""
-        if self.model:
-            return Score("toxic_score", "fasttext", FastText(self.model, self.label))
-        return replace(self, max_matches=-1, max_score=math.inf)
+        return replace(self, lists="", max_score=math.inf)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Drops as configured; counts `matches` (in what is kept) and `no_list`."""
-        drop, counts = keep_all(len(batch)), dict[str, int]()
-        measures: dict[str, Measure] = {}
-        if self.lists or not self.model:
-            matches, listed = self._matches(batch)
-            if self.lists:
-                over = (matches > self.max_matches) & (self.max_matches >= 0)
-                drop[over] = WORDS
-                measures["toxic_words"] = Measure(matches, high=self.max_matches if self.max_matches >= 0 else math.inf)
-            else:
-                _, words = text_lengths(batch.column("text"))
-                scores = 100 * matches / np.maximum(words, 1)
-                over = (scores > self.max_score) & (matches >= self.min_weight)
-                drop[over] = LEXICON
-                heavy = np.where(matches >= self.min_weight, scores, np.nan)
-                measures["toxic_lexicon"] = Measure(heavy, high=self.max_score)
-                batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
-            counts = {"matches": int(matches[~over].sum()), "no_list": int((~listed & ~over).sum())}
-        if self.model:
-            scores = np.nan_to_num(np.asarray(FastText(self.model, self.label).score(batch)[""], np.float64))
+        drop = keep_all(len(batch))
+        matches, listed = self._matches(batch)
+        if self.lists:
+            over = matches > 0
+            drop[over] = WORDS
+            measures = {"toxic_words": Measure(matches, high=0)}
+        else:
+            _, words = text_lengths(batch.column("text"))
+            scores = 100 * matches / np.maximum(words, 1)
+            over = (scores > self.max_score) & (matches >= MIN_WEIGHT)
+            drop[over] = LEXICON
+            measures = {"toxic_lexicon": Measure(np.where(matches >= MIN_WEIGHT, scores, np.nan), high=self.max_score)}
             batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
-            drop[(drop < 0) & (scores >= self.threshold)] = SCORE
-            measures["toxic_score"] = Measure(scores, high=np.nextafter(self.threshold, -math.inf))
+        counts = {"matches": int(matches[~over].sum()), "no_list": int((~listed & ~over).sum())}
         return StageResult(batch, drop, counts, measures=measures)
 
     def _matches(self, batch: pa.RecordBatch) -> tuple[I64, BOOL]:
@@ -180,7 +157,7 @@ class Toxic(Stage):
             bounded = language_code(language) not in UNSPACED
             _count(offsets, data, automaton, word_table(), bounded, weights, here)
             if not self.lists:
-                for i in np.flatnonzero(here >= self.min_weight).tolist():
+                for i in np.flatnonzero(here >= MIN_WEIGHT).tolist():
                     here[i] -= _weight_of_names(batch.column("text")[rows[i]].as_py(), _entries(language))
             matches[rows], listed[rows] = np.maximum(matches[rows], here), True
         return matches, listed

@@ -9,14 +9,13 @@ import functools
 import re
 import unicodedata
 from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import ftfy
 import numpy as np
 import pyarrow as pa
 from ftfy.badness import is_bad
-from pydantic import Field
 
 from forebay.arrays import BOOL, I64, U16
 from forebay.prepare.clean.spans import replace_rows
@@ -174,7 +173,8 @@ class Unicode(Stage):
     Args:
         mojibake: Repair text that was read in the wrong encoding (`schÃ¶n`), line by line, with ftfy.
         form: `NFC`, `NFKC` (which also folds ligatures, full-width letters and superscripts) or `none`.
-        max_blank_lines: How many may follow each other; -1 for any number.
+
+    Of more than two blank lines in a row two stay.
 
     Source: UAX 15 (forms; runs of more than 30 combining marks are cut at 30); Speer 2019 (ftfy).
     Cost: linear; about 200 MB per CPU second for clean ASCII.
@@ -184,7 +184,7 @@ class Unicode(Stage):
     version = 3
     mojibake: bool = True
     form: Literal["NFC", "NFKC", "none"] = "NFC"
-    max_blank_lines: Annotated[int, Field(ge=-1)] = 2
+    max_blank_lines: int = field(default=2, init=False)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""

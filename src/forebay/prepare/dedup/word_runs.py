@@ -3,7 +3,7 @@
 
 `overlap` is DCLM's rule. What a shared Bloom filter holds depends on who writes to it first. Here the n-grams of each
 document, once each and ascending, are signatures that are sorted like any other, so that an n-gram is marked if, and
-only if, an earlier document has it. With `sample` = s only hashes that s divides are, one in s. Paragraphs are lines.
+only if, an earlier document has it. Paragraphs are lines.
 
 `substring`: a word is in a repeated run of `min_words` words or more if a window of `min_words` words over it occurs
 elsewhere. All windows are 16 bytes a word, so a first pass finds those that can: winnowing chooses of each the
@@ -34,7 +34,7 @@ _U0, _U1 = np.uint64(0), np.uint64(1)
 
 def sign_ngrams(texts: pa.LargeStringArray, rule: Overlap) -> tuple[U64, I64]:
     """The n-grams of each text uint64 [*], ascending, each once, and their number int64 [rows]."""
-    return _signed(_sign_ngrams, texts, rule.ngram, rule.sample)
+    return _signed(_sign_ngrams, texts, rule.ngram)
 
 
 def mark_overlap(texts: pa.LargeStringArray, rule: Overlap, seen: U8, removed: U8) -> int:
@@ -43,7 +43,7 @@ def mark_overlap(texts: pa.LargeStringArray, rule: Overlap, seen: U8, removed: U
     `seen` has an entry for each row of `sign_ngrams`. Returns how many rows there are.
     """
     offsets, data = text_buffers(texts)
-    settings = (rule.ngram, rule.sample, rule.share)
+    settings = (rule.ngram, rule.share)
     return int(_mark_overlap(data, offsets, character_table("words"), *settings, seen, removed))
 
 
@@ -60,7 +60,7 @@ def _unique(hashes):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _ngrams_of(data, i, stop, table, ngram, sample):  # type: ignore[no-untyped-def]
+def _ngrams_of(data, i, stop, table, ngram):  # type: ignore[no-untyped-def]
     """The n-grams of each line, in order; where each line ends, and how many it has."""
     capacity, max_lines = (stop - i) // 2 + 4, 1 + np.count_nonzero(data[i:stop] == 10)
     words, hashes, out = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
@@ -71,9 +71,8 @@ def _ngrams_of(data, i, stop, table, ngram, sample):  # type: ignore[no-untyped-
         _, have = read_words(data, i, line_end, table, words, 0)
         before = n
         for j in range(hash_ngrams(words, have, ngram, hashes)):
-            if hashes[j] % np.uint64(sample) == _U0:
-                out[n] = max(hashes[j], _U1)
-                n += 1
+            out[n] = max(hashes[j], _U1)
+            n += 1
         i = min(line_end + 1, stop)
         line_ends[lines], counts[lines] = i, n - before
         lines += 1
@@ -81,10 +80,10 @@ def _ngrams_of(data, i, stop, table, ngram, sample):  # type: ignore[no-untyped-
 
 
 @jit()
-def _sign_ngrams(data, offsets, table, ngram, sample, out, counts):  # type: ignore[no-untyped-def]
+def _sign_ngrams(data, offsets, table, ngram, out, counts):  # type: ignore[no-untyped-def]
     n = 0
     for d in range(len(offsets) - 1):
-        hashes, _, _ = _ngrams_of(data, offsets[d], offsets[d + 1], table, ngram, sample)
+        hashes, _, _ = _ngrams_of(data, offsets[d], offsets[d + 1], table, ngram)
         rows = _unique(hashes)
         out[n : n + len(rows)] = rows
         counts[d] = len(rows)
@@ -93,11 +92,11 @@ def _sign_ngrams(data, offsets, table, ngram, sample, out, counts):  # type: ign
 
 
 @jit()
-def _mark_overlap(data, offsets, table, ngram, sample, share, seen, removed):  # type: ignore[no-untyped-def]
+def _mark_overlap(data, offsets, table, ngram, share, seen, removed):  # type: ignore[no-untyped-def]
     row = 0
     for d in range(len(offsets) - 1):
         begin = offsets[d]
-        hashes, line_ends, counts = _ngrams_of(data, begin, offsets[d + 1], table, ngram, sample)
+        hashes, line_ends, counts = _ngrams_of(data, begin, offsets[d + 1], table, ngram)
         rows = _unique(hashes)
         if row + len(rows) > len(seen):
             return len(seen) + 1

@@ -15,7 +15,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -47,7 +47,7 @@ class Limits(Settings):
     """
 
     seconds: Annotated[float, Field(gt=0)] = 60.0
-    seconds_per_mb: Annotated[float, Field(gt=0)] = 30.0
+    seconds_per_mb: float = field(default=30.0, init=False)
     memory_bytes: Positive = 1 << 30
 
     def of(self, size: int) -> tuple[float, int]:

@@ -4,18 +4,17 @@ A compiled kernel, linear in the text. Source: Raffel et al. 2020, section 2.2, 
 whose order of rules it keeps; datatrove 0.10 decides the same. Their list of bad words is `toxic`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Measure, StageResult, keep_all, replace_column, text_buffers, text_column
-from forebay.prepare.filters.language import ByLanguage, LanguageStage
+from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.points import decode, encode, kind, room_of, starts_with, trim, word_runs
 from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
 from forebay.prepare.filters.words import cut_words, tables, word_room
-from forebay.prepare.settings import Count
+from forebay.prepare.settings import Count, former_defaults
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
 """Why a line is taken out, as it is counted: `lines_long_word`."""
@@ -31,7 +30,7 @@ _PHRASE_ENDS = np.cumsum([0, *map(len, (*_PHRASES, *_MORE_PHRASES))])
 
 
 @dataclass(frozen=True)
-class C4(LanguageStage):
+class C4(Stage):
     """Keep the lines that are sentences, and the pages that still have enough of them.
 
     Takes out `[12]`, `[edit]` and `[citation needed]`, and lines that mention JavaScript, cookies or terms of use.
@@ -41,24 +40,25 @@ class C4(LanguageStage):
         terminal_punctuation: Take out lines that do not end with `.`, `!`, `?`, a quotation mark, or a mark that ends
             sentences of another script than Latin; or that end with `...`.
         min_words_per_line: Take out shorter lines (published: "at least 3 words" since version 3.0.0 of C4; 5 before).
-        max_word_chars: Take out lines with a longer word: 1000; 0 for any.
         min_sentences: Drop pages with fewer, in the lines that stay: 5; 0 for any.
-        language: Tables of other settings for languages: `[c4.language.de]`.
+
+    Lines with a word of more than 1000 characters go, too.
 
     Source: Raffel et al. 2020, section 2.2, and c4_utils.py.
     """
 
     terminal_punctuation: bool = True
     min_words_per_line: Count = 3
-    max_word_chars: Count = 1000
+    max_word_chars: int = field(default=1000, init=False)
     min_sentences: Count = 5
-    language: ByLanguage = ()
+
+    former = former_defaults(language=[])
 
     name = "c4"
     version = 2
     reasons = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
 
-    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
         limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)

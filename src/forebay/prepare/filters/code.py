@@ -4,7 +4,7 @@ A compiled pass counts lines and letters; google-re2 finds encoded data. Linear 
 the extension of its `id`, or of its address. Source: Lozhkov et al. 2024 (The Stack v2, StarCoder2), section 2.4.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from forebay.prepare.documents import Measure, StageResult, check_rules, text_bu
 from forebay.prepare.filters.language import ByLanguage, LanguageStage
 from forebay.prepare.filters.points import kind, next_point
 from forebay.prepare.filters.word_tables import LETTER, character_table
-from forebay.prepare.settings import Count, Number, Share
+from forebay.prepare.settings import Count, Number, former_defaults
 
 CODE = ("lines", "chars", "longest", "letters")  # Columns of `_measure`.
 _GENERATED = (
@@ -49,11 +49,11 @@ class Code(LanguageStage):
     Args:
         max_lines: 100 000; 512 for `.json`, `.yaml`, `.txt` and other data.
         max_mean_line_chars, max_line_chars: 100 and 1000; 100 000 for markup and data.
-        min_letters: Share of characters that are letters: 0.25.
-        generated: Drop files whose first 5 lines say that a program wrote them.
-        max_encoded, max_encoded_chars: Share of characters in encoded data (0.5), and the longest (1024): base64 from
-            64 characters on, 8 hexadecimal numbers or escaped characters in a row.
         language: Tables of other settings by extension of the file: `[code.language.html]`. Yours replace ours.
+
+    Always drops files of which less than a quarter of the characters are letters; whose first 5 lines say that a
+    program wrote them; or whose encoded data (base64 from 64 characters on, 8 hexadecimal numbers or escaped characters
+    in a row) is more than half of the characters, or longer than 1024.
 
     Source: Lozhkov et al. 2024 (The Stack v2, StarCoder2), section 2.4, with its figures.
     """
@@ -61,11 +61,12 @@ class Code(LanguageStage):
     max_lines: Count = 100_000
     max_mean_line_chars: Number = 100
     max_line_chars: Count = 1000
-    min_letters: Share = 0.25
-    generated: bool = True
-    max_encoded: Share = 0.5
-    max_encoded_chars: Count = 1024
+    min_letters: float = field(default=0.25, init=False)
+    max_encoded: float = field(default=0.5, init=False)
+    max_encoded_chars: int = field(default=1024, init=False)
     language: ByLanguage = _BY_EXTENSION
+
+    former = former_defaults(generated=True)
 
     name = "code"
     version = 2
@@ -84,9 +85,7 @@ class Code(LanguageStage):
         generated, encoded = np.zeros(batch.num_rows, bool), np.zeros(batch.num_rows, bool)
         for row in range(batch.num_rows):
             text = data[offsets[row] : offsets[row + 1]].tobytes()
-            generated[row] = (
-                self.generated and _expressions()[0].search(b"\n".join(text[:4096].split(b"\n", 5)[:5])) is not None
-            )
+            generated[row] = _expressions()[0].search(b"\n".join(text[:4096].split(b"\n", 5)[:5])) is not None
             lengths = [len(match.group()) for match in _expressions()[1].finditer(text)]
             share = sum(lengths) > self.max_encoded * len(text)
             encoded[row] = share or max(lengths, default=0) > self.max_encoded_chars

@@ -107,7 +107,7 @@ class LanguageStage(Stage):
         if len(set(codes)) < len(codes):
             raise UsageError(f"language: expected one table for each language, got {codes}")
         for code, settings in self.language:
-            names = {item.name for item in dataclasses.fields(self)} - {"language"}  # type: ignore[arg-type]
+            names = {item.name for item in dataclasses.fields(self) if item.init} - {"language"}  # type: ignore[arg-type]
             for key, _ in settings:
                 if key not in names:
                     raise UsageError(f"language: expected settings of {self.name} in {code!r}, got {key!r}")

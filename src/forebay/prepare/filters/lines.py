@@ -8,18 +8,23 @@ on symbols and stop words are for documents.
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pydantic import Field
 
 from forebay.arrays import I32, U64
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Measure, StageResult, first_failing, replace_column, text_buffers, text_column
+from forebay.prepare.documents import (
+    Measure,
+    Stage,
+    StageResult,
+    first_failing,
+    replace_column,
+    text_buffers,
+    text_column,
+)
 from forebay.prepare.filters.language import (
-    ByLanguage,
-    LanguageStage,
     all_stop_words,
     language_hash,
     language_hashes,
@@ -39,10 +44,11 @@ from forebay.prepare.filters.word_tables import (
     word_lists,
 )
 from forebay.prepare.filters.words import cut_words, tables, word_room
-from forebay.prepare.settings import Count, Share, Texts
+from forebay.prepare.settings import Count, Share, former_defaults
 
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
 """Why a line is taken out, in this order; counted as `lines_symbols`."""
+PROMPT_WORDS = 10  # A longer line is not taken for a prompt.
 MAX_LINE_BYTES = 1 << 20
 SHORT_LINE = 4  # Words of the shortest line that may go for its lack of a stop word.
 COMMON = "en de fr es it pt nl pl cs ru uk sv da no fi hu ro tr el ar fa he hi id vi ko zh ja th lo km my"
@@ -51,61 +57,54 @@ _AT_BEGIN, _AT_END, _SOMEWHERE, _PHRASE_WORDS = 1, 2, 4, 5
 
 
 @dataclass(frozen=True)
-class LineRules(LanguageStage):
+class LineRules(Stage):
     """Take out the lines that are no text, and drop documents that lose too much.
 
     Each rule has its count in the report; the first that a line fails counts. 0 (1 for a share) switches a rule off.
 
     Args:
         max_symbols: Share of characters, without spaces, that are neither letters nor their marks: 0.5.
-        numbers: Take out lines with digits and no letter.
         min_words: Take out shorter lines: 2, so those of one word.
-        counters: Take out lines such as `3 likes` or `1.2k views · 4 comments`.
-        prompts: Take out lines of up to `prompt_words` words that begin (`Sign in`) or end (`Read more`) as
-            navigation does, or hold such a phrase (`items in cart`).
-        prompt_words: 10.
         max_uppercase: Share of letters that are capitals: 0.5.
         stop_word_lines: Lines of so many words or more need a stop word: 10. In documents whose column `language` says
             English, a function word; in others a frequent word of any of 32 languages, or of a rarer one its own.
             A line of four words or more without one goes as well if more than half of them are words of menus (`Photo
             video share …`) or have no vowel.
-        stop_words: Your own list, whatever the language; or `auto`.
         max_removed_words: Drop a document if a larger share of its words is taken out: 1 (never; RefinedWeb: 0.05).
-        language: Tables of other settings for languages: `[lines.language.de]`.
 
-    Drops a document of which no line is left. Headings in capitals and of one word go too, unless you switch these
-    rules off. In 23,279 paragraphs of English books 2 lacked a stop word, in 5,203 of German ones 44.
+    Always takes out lines with digits and no letter; lines such as `3 likes` or `1.2k views · 4 comments`; and lines
+    of up to 10 words that begin (`Sign in`) or end (`Read more`) as navigation does, or hold such a phrase (`items in
+    cart`). Drops a document of which no line is left. Headings in capitals and of one word go too, unless you switch
+    these rules off. In 23,279 paragraphs of English books 2 lacked a stop word, in 5,203 of German ones 44.
 
     Source: Penedo et al. 2023 (RefinedWeb), table G.2, which states no figures but 10 words and 0.05.
     """
 
     max_symbols: Share = 0.5
-    numbers: bool = True
     min_words: Count = 2
-    counters: bool = True
-    prompts: bool = True
-    prompt_words: Annotated[int, Field(ge=1, le=100)] = 10
     max_uppercase: Share = 0.5
     stop_word_lines: Count = 10
-    stop_words: Texts | Literal["auto"] = "auto"
     max_removed_words: Share = 1.0
-    language: ByLanguage = ()
+
+    former = former_defaults(
+        language=[], numbers=True, counters=True, prompts=True, prompt_words=PROMPT_WORDS, stop_words="auto"
+    )
 
     name = "lines"
     version = 2
     reasons = ("lines_empty", "lines_removed_words")
 
-    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without those lines; of a dropped document the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
-        keys, values, listed = _stop_table(self.stop_words)
+        keys, values, listed = _stop_table()
         languages, unlisted = language_hashes(batch, listed)
         # Shares as floats: 1 for 1.0 would compile the kernel again.
         rules = _Rules(
-            float(self.max_symbols), float(self.max_uppercase), self.numbers, self.min_words, self.counters,
-            self.prompt_words * self.prompts, self.stop_word_lines, keys, values, *_phrase_table(),
+            float(self.max_symbols), float(self.max_uppercase), self.min_words, self.stop_word_lines, keys, values,
+            *_phrase_table(),
         )  # fmt: skip
-        has_list = ~unlisted | (self.stop_words != "auto")
+        has_list = ~unlisted
         measures, removed = np.zeros((batch.num_rows, 3), np.int64), np.zeros((batch.num_rows, len(RULES)), np.int64)
         out, stops = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.zeros(batch.num_rows + 1, np.int64)
         _rewrite(offsets, data, *tables(), rules, languages, has_list, measures, removed, out, stops)
@@ -128,10 +127,7 @@ class _Rules(NamedTuple):
 
     max_symbols: float
     max_uppercase: float
-    numbers: bool
     min_words: int
-    counters: bool
-    prompt_words: int
     stop_word_lines: int
     stop_keys: U64
     stop_values: I32
@@ -139,10 +135,8 @@ class _Rules(NamedTuple):
     positions: I32
 
 
-@lru_cache(16)
-def _stop_table(words: Any) -> tuple[*HashTable, dict[str, int]]:
-    if words != "auto":
-        return *stop_word_table([("", [word.lower() for word in words])]), {}
+@lru_cache(1)
+def _stop_table() -> tuple[*HashTable, dict[str, int]]:
     lists = {**all_stop_words(), "en": tuple(word_lists()["lines"]["english"].split())}
     common = [word for code in COMMON.split() for word in lists[code]]
     others = {code: words for code, words in lists.items() if code not in COMMON.split()[1:]}
@@ -203,7 +197,7 @@ def _has_prompt(points, kinds, begins, stops, words, rules):  # type: ignore[no-
         if kinds[begins[w]] & (LETTER | DIGIT):
             begins[n], stops[n] = begins[w], stops[w]
             n += 1
-    if n > rules.prompt_words:
+    if n > PROMPT_WORDS:
         return False
     for first in range(n):
         h = np.uint64(0)
@@ -234,7 +228,7 @@ def _check_line(points, n, words, kinds, begins, stops, rules, language, has_lis
             if k & (LOWER | UPPER) == UPPER or k & (LOWER | UPPER) == LOWER:
                 cased += 1
                 upper += k & UPPER != 0
-    if rules.numbers and letters == 0 and digits:
+    if letters == 0 and digits:
         return 0
     if chars - letters > rules.max_symbols * chars:
         return 1
@@ -251,11 +245,11 @@ def _check_line(points, n, words, kinds, begins, stops, rules, language, has_lis
             counted += position == 0
             no_text += position >= 0
             unspoken += _has_no_vowel(points, begins[w], stops[w])
-    if rules.counters and numbers and counted and numbers + counted == text_words:
+    if numbers and counted and numbers + counted == text_words:
         return 3
     if text_words < rules.min_words:
         return 2
-    if rules.prompt_words and _has_prompt(points, kinds, begins, stops, words, rules):
+    if _has_prompt(points, kinds, begins, stops, words, rules):
         return 4
     if upper > rules.max_uppercase * cased:
         return 5

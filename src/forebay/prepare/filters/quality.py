@@ -7,7 +7,7 @@ measure. The compiler, 0.5 s to import, is imported on use.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,7 @@ from forebay.prepare.filters.language import (
 )
 from forebay.prepare.filters.word_tables import HashTable
 from forebay.prepare.scores.base import Scorer
-from forebay.prepare.settings import Count, Number, Share, Texts, check_order
+from forebay.prepare.settings import Number, Share, check_order, former_defaults
 
 Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
@@ -100,8 +100,8 @@ class GopherQuality(LanguageStage):
         max_bullet_lines, max_ellipsis_lines: Shares of lines that begin with a bullet (0.9), or end with
             an ellipsis (0.3).
         min_alpha_words: Share of words with a letter: 0.8.
-        min_stop_words, stop_words: How many different ones of the list must occur, in that spelling: 2. `auto`: the
-            published list for English and where no language is known, or a list of the document's language, by the
+        min_stop_words: How many different ones of the list must occur, in that spelling: 2, of at most 8. The list is
+            the published one for English and where no language is known, or one of the document's language, by the
             column `language`; a language without a list passes.
         language: Tables of other settings for languages: `[gopher_quality.language.de]`.
 
@@ -116,9 +116,10 @@ class GopherQuality(LanguageStage):
     max_bullet_lines: Number = 0.9
     max_ellipsis_lines: Number = 0.3
     min_alpha_words: Share = 0.8
-    min_stop_words: Count = 2
-    stop_words: Texts | Literal["auto"] = "auto"
+    min_stop_words: Annotated[int, Field(ge=0, le=len(STOP_WORDS))] = 2
     language: ByLanguage = ()
+
+    former = former_defaults(stop_words="auto")
 
     name = "gopher_quality"
     version = 2
@@ -133,14 +134,9 @@ class GopherQuality(LanguageStage):
         check_order(self, "min_words", "max_words")
         if self.min_word_chars != "auto":
             check_order(self, "min_word_chars", "max_word_chars")
-        number = len(set(STOP_WORDS if self.stop_words == "auto" else self.stop_words))
-        if self.min_stop_words > number:
-            raise UsageError(
-                f"min_stop_words: expected at most the number of stop_words ({number}), got {self.min_stop_words}"
-            )
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
-        m, has_list = quality_measures(batch, self.stop_words)
+        m, has_list = quality_measures(batch)
         shortest: Any = self.min_word_chars
         if shortest == "auto":
             shortest = np.where(2 * m["dense"] > m["text_words"], 1, 3)
@@ -161,20 +157,18 @@ class GopherQuality(LanguageStage):
         return check_rules(batch, self.reasons, rules)
 
 
-def quality_measures(batch: pa.RecordBatch, words: tuple[str, ...] | Literal["auto"]) -> tuple[dict[str, I64], BOOL]:
+def quality_measures(batch: pa.RecordBatch) -> tuple[dict[str, I64], BOOL]:
     """The columns of `kernels.QUALITY` by name, and the rows whose language has a list of stop words."""
     from forebay.prepare.filters.kernels import QUALITY, measure_quality
 
-    keys, values, listed = _stop_table(words)
+    keys, values, listed = _stop_table()
     languages, unknown = language_hashes(batch, listed)
-    return measure(measure_quality, batch, QUALITY, keys, values, languages), ~(unknown & bool(listed))
+    return measure(measure_quality, batch, QUALITY, keys, values, languages), ~unknown
 
 
-@lru_cache(16)
-def _stop_table(words: tuple[str, ...] | Literal["auto"]) -> tuple[*HashTable, dict[str, int]]:
+@lru_cache(1)
+def _stop_table() -> tuple[*HashTable, dict[str, int]]:
     """The table, and the hash of each language that has a list of its own in it."""
-    if words != "auto":
-        return *stop_word_table([("", words)]), {}
     unspaced = [word for code in UNSPACED for word in stop_words(code)]
     lists = {code: list(words) for code, words in all_stop_words().items()} | {"en": list(STOP_WORDS)}
     return *stop_word_table([("", [*STOP_WORDS, *unspaced]), *lists.items()]), {
@@ -264,7 +258,7 @@ class FineWeb(LanguageStage):
 
     Args:
         min_ended_lines: Share of lines that end with a sentence's punctuation: 0.12.
-        max_short_lines, short_line_chars: Share of lines of at most so many characters: 0.67 of 30.
+        max_short_lines: Share of lines of at most 30 characters: 0.67.
         max_duplicate_chars: Share of characters in lines that came before: 0.01.
         max_newlines_per_word: 0.3.
         language: Tables of other settings for languages: `[fineweb.language.de]`.
@@ -275,7 +269,7 @@ class FineWeb(LanguageStage):
 
     min_ended_lines: Share = 0.12
     max_short_lines: Number = 0.67
-    short_line_chars: Count = 30
+    short_line_chars: int = field(default=30, init=False)  # Source: Penedo et al. 2024, section 3.5.
     max_duplicate_chars: Number = 0.01
     max_newlines_per_word: Number = 0.3
     language: ByLanguage = ()
@@ -332,7 +326,7 @@ class Signals(Scorer):
     def score(self, batch: pa.RecordBatch) -> Mapping[str, Array]:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
-        q, _ = quality_measures(batch, "auto")
+        q, _ = quality_measures(batch)
         _, repeats = repetition_shares(batch, _TOP, _DUPLICATE)
         f = measure(measure_lines, batch, FINEWEB, FineWeb.short_line_chars)
         with np.errstate(all="ignore"):

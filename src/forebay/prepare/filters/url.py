@@ -19,7 +19,7 @@ import pyarrow as pa
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all
 from forebay.prepare.filters.word_tables import word_lists
-from forebay.prepare.settings import Count, Texts, check_fields
+from forebay.prepare.settings import Texts, check_fields, former_defaults
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -32,11 +32,9 @@ class Url(Stage):
         hosts: Files of hosts; one stands for all below it (`example.org` for `www.example.org`).
         urls: Files of whole addresses; scheme, a `www.` and a last `/` make no difference.
         words: Files of words; a document goes if its address holds one as a whole word (`casino` in `/casino-offers`).
-        soft_words: Files of words of which an address may hold `max_soft_words` different ones.
-        max_soft_words: 1, so that two drop, as FineWeb has it.
-        substrings: Files of words that may not stand anywhere in the letters and digits of an address.
         patterns: Regular expressions (re2's) that may not match anywhere in the address, in small letters.
-        shipped: Whether our own words, soft words and substrings count too; `auto`: if you name no list and no pattern.
+        shipped: Whether our own lists count too: words, strict substrings, and soft words, of which two different ones
+            drop; `auto`: if you name no list and no pattern.
 
     Source: Penedo et al. 2023 (RefinedWeb), section G.1: strict substrings, hard words, two soft words.
     """
@@ -44,11 +42,10 @@ class Url(Stage):
     hosts: Texts = ()
     words: Texts = ()
     urls: Texts = ()
-    soft_words: Texts = ()
-    max_soft_words: Count = 1
-    substrings: Texts = ()
     patterns: Texts = ()
     shipped: bool | Literal["auto"] = "auto"
+
+    former = former_defaults(soft_words=[], max_soft_words=1, substrings=[])
 
     name = "url"
     version = 2
@@ -63,15 +60,15 @@ class Url(Stage):
         _pattern(self.patterns)
 
     def files(self) -> tuple[str, ...]:
-        return (*self.hosts, *self.words, *self.urls, *self.soft_words, *self.substrings)
+        return (*self.hosts, *self.words, *self.urls)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         shipped = not (self.files() or self.patterns) if self.shipped == "auto" else self.shipped
         hosts, urls = _lists(self.hosts, ""), _lists(self.urls, "")
         own = word_lists()["url"]
         words = _lists(self.words, own["words"] * shipped)
-        soft = _lists(self.soft_words, own["soft_words"] * shipped)
-        substrings = _substrings(_lists(self.substrings, own["substrings"] * shipped))
+        soft = _lists((), own["soft_words"] * shipped)
+        substrings = _substrings(_lists((), own["substrings"] * shipped))
         pattern = _pattern(self.patterns)
         drop, soft_words = keep_all(batch.num_rows), np.zeros(batch.num_rows, np.int64)
         for row, url in enumerate(batch.column("url").to_pylist()):
@@ -86,13 +83,13 @@ class Url(Stage):
                 drop[row] = 1
             elif urls and _plain(lower) in urls:
                 drop[row] = 2
-            elif soft_words[row] > self.max_soft_words:
+            elif soft_words[row] > 1:
                 drop[row] = 3
             elif substrings and substrings.search("".join(parts)):
                 drop[row] = 4
             elif pattern and pattern.search(lower):
                 drop[row] = 5
-        measures = {"url_soft_words": Measure(soft_words, high=self.max_soft_words)} if soft else {}
+        measures = {"url_soft_words": Measure(soft_words, high=1)} if soft else {}
         return StageResult(batch, drop, measures=measures)
 
 

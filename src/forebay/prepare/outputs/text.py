@@ -27,7 +27,6 @@ from forebay.formats.sources import table_of_stream
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file
-from forebay.prepare.recipe import LanguageModel
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
@@ -72,10 +71,9 @@ class LanguageModelOutput(MarkedOutput):
 
         examine_kept(run, corpus)
         run.end_of_tasks()
-        settings = run.recipe.lm or LanguageModel()
         with run.work.scratch() as folder:
             path = folder / MODEL_FILE
-            model = train_lm(_texts(corpus), path, order=settings.order, vocab_limit=settings.vocab_limit)
+            model = train_lm(_texts(corpus), path)
             sha256 = put_file(run.store, MODEL_FILE, path).sha256
         content = {"model": {**asdict(model), "sha256": sha256}}
         return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)

@@ -191,7 +191,7 @@ def _slice(
     """Write the slices and what belongs to all of them: return their table, and of tokens the documents' lengths."""
     size, rows, shape = run.recipe.slice, run.recipe.rows, None
     if rows is not None:
-        shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.labels, rows.packed)
+        shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.packed)
     count = size.tokens if rows is None else size.rows
     plans = plan_slices(parts, run.work, slice_bytes=size.bytes, count=count, shape=shape)
     parent = run.parent

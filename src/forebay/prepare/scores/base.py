@@ -21,7 +21,6 @@ from forebay.prepare.settings import check_fields, plain
 SCORERS = {
     "fasttext": "forebay.prepare.scores.classifiers:FastText",
     "kenlm": "forebay.prepare.filters.perplexity:Kenlm",
-    "onnx": "forebay.prepare.scores.classifiers:Onnx",
     "transformers": "forebay.prepare.scores.classifiers:Transformers",
     "signals": "forebay.prepare.filters.quality:Signals",
     "combine": "forebay.prepare.scores.columns:Combine",

@@ -1,14 +1,13 @@
-"""Scorers with a classifier: `fasttext`; and `transformers` (FineWeb-Edu's kind) and `onnx`, of sequences.
+"""Scorers with a classifier: `fasttext`; and `transformers`, of sequences (FineWeb-Edu's kind).
 
 A fastText model is read and run by `fasttext_model`, which needs the compiler. The others are local folders; nothing is
-downloaded, and no code of a model runs (safetensors or ONNX alone). Documents are scored in groups of one padded length
+downloaded, and no code of a model runs (safetensors alone). Documents are scored in groups of one padded length
 and a fixed size, so that a score does not depend on the documents beside it.
 """
 
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from pydantic import Field
 from forebay.arrays import F32, I64
 from forebay.errors import UsageError, package_for
 from forebay.prepare.scores.base import Scorer
-from forebay.prepare.settings import Count, Positive
+from forebay.prepare.settings import Count
 
 
 @dataclass(frozen=True)
@@ -73,15 +72,28 @@ _Runner = Callable[[I64, I64], F32]
 
 
 @dataclass(frozen=True)
-class SequenceClassifier(Scorer):
-    """What both scorers have in common; the settings are described by `Onnx`."""
+class Transformers(Scorer):
+    """A sequence classifier of the library transformers, from `model.safetensors`.
+
+    Args:
+        model: Folder of the model: `config.json`, `tokenizer.json`, `model.safetensors`.
+        label: The column is the probability of this label, by its name in `config.json` or its number. Empty: a model
+            with one output is a regression, whose column is the output.
+        device: `cpu`, or `cuda`, `cuda:1`.
+
+    At most 512 tokens of a document count, and no more than the model has positions.
+
+    Source: Penedo et al. 2024, section 4: FineWeb-Edu's classifier, a regression from 0 to 5.
+    """
 
     model: str = ""
     label: str = ""
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 17)] = 512
-    batch: Positive = 16
+    max_tokens: int = field(default=512, init=False)  # The positions of BERT and its kin.
+    batch: int = field(default=16, init=False)
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
 
+    name = "transformers"
+    libraries = ("torch", "transformers", "tokenizers")
     version = 1
     seconds_per_mb = 400.0  # BERT-base on a CPU
     forks = False
@@ -91,12 +103,8 @@ class SequenceClassifier(Scorer):
         folder = Path(self.model)
         if not folder.is_dir():
             raise UsageError(f"model: expected a folder with config.json and tokenizer.json, got {self.model!r}")
-        suffixes = (".json", ".safetensors", ".onnx", ".onnx_data")
+        suffixes = (".json", ".safetensors")
         return tuple(str(path) for path in sorted(folder.iterdir()) if path.suffix in suffixes)
-
-    @abstractmethod
-    def runner(self) -> _Runner:
-        """The model, loaded once a process."""
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, F32]:
         tokenizer, (labels, positions) = _load_tokenizer(self.model), _load_config(self.model)
@@ -107,7 +115,7 @@ class SequenceClassifier(Scorer):
         lengths = np.array([len(item.ids) for item in encoded], np.int64)
         padded = np.maximum(_MIN_LENGTH, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
         padded = np.minimum(padded, max_tokens)
-        run, out = self.runner(), np.full(len(encoded), np.nan, np.float32)
+        run, out = _load_torch(self.model, self.device), np.full(len(encoded), np.nan, np.float32)
         for length in np.unique(padded).tolist():
             rows = np.flatnonzero(padded == length)
             for start in range(0, len(rows), self.batch):
@@ -130,45 +138,6 @@ class SequenceClassifier(Scorer):
         odds = np.exp(logits - logits.max(1, keepdims=True))
         column = names.index(self.label) % logits.shape[1]
         return np.asarray(odds[:, column] / odds.sum(1))
-
-
-@dataclass(frozen=True)
-class Transformers(SequenceClassifier):
-    """A sequence classifier of the library transformers, from `model.safetensors`.
-
-    Args:
-        model: Folder of the model: `config.json`, `tokenizer.json`, `model.safetensors`.
-        label, max_tokens, batch: As of `score.onnx`.
-        device: `cpu`, or `cuda`, `cuda:1`.
-
-    Source: Penedo et al. 2024, section 4: FineWeb-Edu's classifier, a regression from 0 to 5.
-    """
-
-    name = "transformers"
-    libraries = ("torch", "transformers", "tokenizers")
-
-    def runner(self) -> _Runner:
-        return _load_torch(self.model, self.device)
-
-
-@dataclass(frozen=True)
-class Onnx(SequenceClassifier):
-    """A sequence classifier in `model.onnx`, with inputs `input_ids`, `attention_mask`, and perhaps `token_type_ids`.
-
-    Args:
-        model: Folder of the model: `config.json`, `tokenizer.json`, `model.onnx`.
-        label: The column is the probability of this label, by its name in `config.json` or its number. Empty: a model
-            with one output is a regression, whose column is the output.
-        max_tokens: Only so many tokens of a document count, and no more than the model has positions.
-        batch: Documents in a group.
-        device: `cpu`, or `cuda`, `cuda:1` (which needs the package onnxruntime-gpu).
-    """
-
-    name = "onnx"
-    libraries = ("onnxruntime", "tokenizers")
-
-    def runner(self) -> _Runner:
-        return _load_onnx(self.model, self.device)
 
 
 @lru_cache(4)
@@ -221,30 +190,5 @@ def _load_torch(model: str, device: str) -> _Runner:
             tensors = (torch.from_numpy(array).to(device) for array in (ids, mask))
             logits = network(**dict(zip(("input_ids", "attention_mask"), tensors))).logits
         return np.asarray(logits.float().cpu().numpy())
-
-    return run
-
-
-@lru_cache(2)
-def _load_onnx(model: str, device: str) -> _Runner:
-    with package_for("onnx: a classifier", "onnxruntime", "classifiers"):
-        import onnxruntime
-    path = Path(model, "model.onnx")
-    provider_name = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
-    if provider_name not in onnxruntime.get_available_providers():
-        raise UsageError(f"device: expected one that onnxruntime has, got {device}: install onnxruntime-gpu")
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    provider = (provider_name, {"device_id": device.partition(":")[2] or "0"}) if device != "cpu" else provider_name
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
-    except Exception as error:  # The library's errors have no common base.
-        raise UsageError(f"model: expected an ONNX model at {path}, got: {error}") from error
-    names = {item.name for item in session.get_inputs()}
-
-    def run(ids: I64, mask: I64) -> F32:
-        arrays = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
-        (logits, *_) = session.run(None, {name: array for name, array in arrays.items() if name in names})
-        return np.asarray(logits, np.float32)
 
     return run

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from forebay.prepare.documents import (
     text_buffers,
 )
 from forebay.prepare.scores.base import Scorer, named_column, number_column
-from forebay.prepare.settings import Number, Share, Texts, check_fields
+from forebay.prepare.settings import Number, Share, Texts, check_fields, former_defaults
 
 Numbers = tuple[float, ...]
 Percentiles = tuple[Annotated[float, Field(ge=0, le=100)], ...]
@@ -41,26 +41,21 @@ class Combine(Scorer):
     Args:
         columns_of: The columns, which stand before.
         how: `max`, `min`, `mean`, or `sum`.
-        weights: Factor of each column, for `mean` and `sum`; empty: 1. A mean is divided by their sum.
-        missing: A column without a value is left out (`skip`), or the document has none (`none`).
+
+    A column without a value is left out.
 
     Source: Su et al. 2024 (Nemotron-CC), section 2.3, takes the maximum of the buckets of three classifiers.
     """
 
     columns_of: Texts = ()
     how: Literal["max", "min", "mean", "sum"] = "max"
-    weights: Numbers = ()
-    missing: Literal["skip", "none"] = "skip"
+
+    former = former_defaults(weights=[], missing="skip")
 
     name = "combine"
     version = 1
     required = ("columns_of", "at least one column")
     is_derived = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.weights and (len(self.weights) != len(self.columns_of) or self.how in ("max", "min")):
-            raise UsageError(f"weights: expected none, or one for each column and mean or sum, got {self.weights!r}")
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, F64]:
         values = np.stack([number_column(batch, name, "score: combine") for name in self.columns_of])
@@ -69,15 +64,13 @@ class Combine(Scorer):
             values = np.where(present, values, -math.inf if self.how == "max" else math.inf)
             out = values.max(0) if self.how == "max" else values.min(0)
         else:
-            weights = np.array(self.weights or (1.0,) * len(values))[:, None]
             out = np.zeros(batch.num_rows)
-            for row, weight in zip(np.where(present, values, 0.0), weights):
-                out += row * weight  # in this order: a sum of an array has another one for other shapes
+            for row in np.where(present, values, 0.0):
+                out += row  # in this order: a sum of an array has another one for other shapes
             if self.how == "mean":
                 with np.errstate(all="ignore"):
-                    out /= (weights * present).sum(0)
-        has_value = present.any(0) if self.missing == "skip" else present.all(0)
-        return {"": np.where(has_value, out, np.nan)}
+                    out /= present.sum(0)
+        return {"": np.where(present.any(0), out, np.nan)}
 
 
 @dataclass(frozen=True)
@@ -87,16 +80,16 @@ class Bucket(Scorer):
     Args:
         column: The column, which stands before.
         thresholds: Rising numbers.
-        percentiles: Instead of thresholds: rising percentiles of the corpus, exact.
-        buckets: Instead of both: so many buckets of equally many documents.
+        buckets: Instead of thresholds: so many buckets of equally many documents.
 
     Source: Su et al. 2024 (Nemotron-CC), section 2.3: 20 buckets.
     """
 
     column: str = ""
     thresholds: Numbers = ()
-    percentiles: Percentiles = ()
     buckets: Annotated[int, Field(ge=0, le=1000)] = 0
+
+    former = former_defaults(percentiles=[])
 
     name = "bucket"
     version = 1
@@ -105,21 +98,19 @@ class Bucket(Scorer):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if sum(map(bool, (self.thresholds, self.percentiles, self.buckets))) != 1:
-            raise UsageError("thresholds: expected one of thresholds, percentiles or buckets")
-        for name in ("thresholds", "percentiles"):
-            values = getattr(self, name)
-            if list(values) != sorted(values):
-                raise UsageError(f"{name}: expected rising numbers, got {list(values)}")
+        if bool(self.thresholds) == bool(self.buckets):
+            raise UsageError("thresholds: expected one of thresholds or buckets")
+        if list(self.thresholds) != sorted(self.thresholds):
+            raise UsageError(f"thresholds: expected rising numbers, got {list(self.thresholds)}")
 
     @property
     def percentiles_of(self) -> tuple[str, Percentiles] | None:
         if self.thresholds:
             return None
-        return self.column, self.percentiles or tuple(100 * i / self.buckets for i in range(1, self.buckets))
+        return self.column, tuple(100 * i / self.buckets for i in range(1, self.buckets))
 
     def with_thresholds(self, thresholds: Numbers) -> "Bucket":
-        return dataclasses.replace(self, thresholds=thresholds or (math.inf,), percentiles=(), buckets=0)
+        return dataclasses.replace(self, thresholds=thresholds or (math.inf,), buckets=0)
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, F64]:
         values = number_column(batch, self.column, "score: bucket")
@@ -135,9 +126,6 @@ class _Condition(Stage):
     min: float | None = None
     max: float | None = None
     one_of: Texts = ()
-    none_of: Texts = ()
-    after: str = ""
-    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,13 +136,16 @@ class Select(_Condition):
         column: Its name.
         min, max: Bounds of a number, both included.
         one_of, none_of: Texts of which a column of text has to be one, or none: licences, languages.
-        after, before: Dates (ISO 8601: `2023`, `2023-05-01`): not before the first, and before the second.
         keep_percentile: `[low, high]`: keep numbers between these percentiles of all documents that come here: at
             least the low one, below the high one. Exact, for any number of processes; equal numbers stay together.
+        after, before: Dates (ISO 8601: `2023`, `2023-05-01`): not before the first, and before the second.
         top_share: The same as the highest share: 0.1 is `keep_percentile = [90, 100]`.
         missing: Documents without a value: `drop` or `keep`.
     """
 
+    none_of: Texts = ()
+    after: str = ""
+    before: str = ""
     keep_percentile: Percentiles = ()
     top_share: Share | None = None
     missing: Literal["drop", "keep"] = "drop"
@@ -267,12 +258,11 @@ class Repeat(Stage):
     Args:
         column: A column of numbers.
         factors: The factor of each whole number from 0, such as those of buckets; empty: the column is the factor.
-        max_copies: A larger factor is an error of the recipe, and counts as this.
     """
 
     column: str = ""
     factors: tuple[Number, ...] = ()
-    max_copies: Annotated[int, Field(ge=1, le=1000)] = 100
+    max_copies: int = field(default=100, init=False)  # A larger factor is an error of the recipe, and counts as this.
 
     name = "repeat"
     version = 1
@@ -311,10 +301,12 @@ class Subset(_Condition):
     Args:
         subset: The name: letters, digits, `-`, `_` and `.`.
         column: The name of the column.
-        min, max, one_of, none_of, after, before: As of `[[select]]`.
+        min, max, one_of: As of `[[select]]`.
     """
 
     subset: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=64)] = "rest"
+
+    former = former_defaults(none_of=[], after="", before="")
 
     name = "subset"
     version = 1

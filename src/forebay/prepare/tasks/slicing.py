@@ -8,7 +8,7 @@ number. Writing a slice holds its tokens twice: slices of at most 256 MiB keep a
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -44,13 +44,12 @@ class RowShape(Settings):
     max_tokens: int
     dtype: Annotated[str, Field(pattern="^U(16|32)$")]
     pad_id: int = 0
-    labels: Literal["I32", "I64"] = "I64"
     packed: bool = False
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row in a slice."""
-        each = TOKEN_DTYPES[self.dtype].itemsize + int(self.labels[1:]) // 8 + 1 + (8 if self.packed else 0)
+        each = TOKEN_DTYPES[self.dtype].itemsize + 9 + (8 if self.packed else 0)
         return each * self.max_tokens
 
     def tensors(self, tokens: U32, document_ends: I64) -> dict[str, Array]:
@@ -73,10 +72,9 @@ class RowShape(Settings):
             out[positions] = values
             return out.reshape(n, width)
 
-        labels = np.dtype(f"<i{int(self.labels[1:]) // 8}")
         tensors = {
             "input_ids": spread(ids, self.pad_id, TOKEN_DTYPES[self.dtype]),
-            "labels": spread(np.where(trained, ids.astype(np.int64), MASKED), MASKED, labels),
+            "labels": spread(np.where(trained, ids.astype(np.int64), MASKED), MASKED, "<i8"),
             "attention_mask": spread(np.ones(len(tokens), np.uint8), 0, np.uint8),
         }
         if self.packed:

@@ -15,7 +15,7 @@ side by side) and 4.4 (cuts at characters); Lozhkov et al. 2024 (StarCoder2) for
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -180,7 +180,6 @@ class FillInTheMiddle(Settings):
         rate: Share of documents that are cut: 0.5.
         spm_rate: Share of those with the suffix first: 0.5.
         prefix, suffix, middle: Tokens of the vocabulary.
-        seed: Of the choices.
     """
 
     rate: Share = 0.5
@@ -188,7 +187,7 @@ class FillInTheMiddle(Settings):
     prefix: str = "<fim_prefix>"
     suffix: str = "<fim_suffix>"
     middle: str = "<fim_middle>"
-    seed: int = 0
+    seed: int = field(default=0, init=False)
 
     dtype = ""  # that of the tokenizer
 

@@ -41,7 +41,7 @@ def test_counts_and_empty():
 def test_patterns_of_the_user(tmp_path):
     path = tmp_path / "patterns"
     path.write_text("# ours\nanywhere here\n^Starts\n=Whole Line\n\n=Über uns\n")
-    stage = Boilerplate(english=False, patterns=str(path), menu_lines=0)
+    stage = Boilerplate(patterns=str(path), menu_lines=0)
     text = "it is ANYWHERE HERE too\nstarts so\nit starts so\nwhole line\na whole line\nÜber uns\nHome\nanywhere hereby"
-    assert stage_texts(stage, [text]) == ["it starts so\na whole line\nHome\nanywhere hereby"]
+    assert stage_texts(stage, [text]) == ["it starts so\na whole line\nanywhere hereby"]
     assert stage.files() == (str(path),)

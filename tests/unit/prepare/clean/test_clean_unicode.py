@@ -64,9 +64,9 @@ def test_counts_by_kind():
 
 def test_options():
     text = "ﬁne  \n\n\n\nschÃ¶n\u200b\u00ad\x01\u202e e\u0301"
-    off = Unicode(mojibake=False, form="none", max_blank_lines=-1)
-    assert stage_texts(off, [text]) == ["ﬁne\n\n\n\nschÃ¶n\u202e e\u0301"]
-    assert stage_texts(Unicode(form="NFKC", max_blank_lines=0), [text]) == ["fine\nschön\u202e é"]
+    off = Unicode(mojibake=False, form="none")
+    assert stage_texts(off, [text]) == ["ﬁne\n\n\nschÃ¶n\u202e e\u0301"]
+    assert stage_texts(Unicode(form="NFKC"), [text]) == ["fine\n\n\nschön\u202e é"]
 
 
 def test_long_runs_of_marks_are_cut():

@@ -106,12 +106,12 @@ def test_decisions_are_those_of_the_definition(
 def test_cut_removes_the_match_and_its_margin(tmp_path):
     instance = "The quick brown fox jumps over the lazy dog while seven wizards watch"
     sets = (str(write_jsonl(tmp_path / "s.jsonl", [{"text": instance}])),)
-    stage = Decontaminate(sets=sets, action="cut", margin=20, max_pieces=2)
-    before, after = "ﬁ" * 50, "ü" * 40
-    texts = [f"{before} {instance}. {after}", instance, f"{before * 2} {instance} " * 3 + after, "clean text"]
+    stage = Decontaminate(sets=sets, action="cut")
+    before, after = "ﬁ" * 500, "ü" * 400
+    texts = [f"{before} {instance}. {after}", instance, f"{before * 2} {instance} " * 11 + after, "clean text"]
     result = stage.apply(to_batch(texts))
     cut = result.batch.column("text").to_pylist()
-    assert cut[0] == f"{'ﬁ' * 31}\n\n{'ü' * 22}"
+    assert cut[0] == f"{'ﬁ' * 301}\n\n{'ü' * 202}"
     assert result.drop.tolist() == [-1, 0, 0, -1] and cut[3] == "clean text" and dict(result.counts) == {"cut": 1}
     assert [(row, hit["action"]) for row, hit in result.hits] == [(0, "cut"), (1, "dropped"), (2, "dropped")]
 
@@ -131,4 +131,4 @@ def test_fields_are_chosen_and_lists_count(tmp_path):
 def test_a_damaged_set_is_an_error(tmp_path, data: bytes):
     (tmp_path / "set.jsonl").write_bytes(data)
     with pytest.raises(PrepareError, match=r"set\.jsonl"):
-        Decontaminate(sets=(str(tmp_path / "set.jsonl"),), format="jsonl").files()
+        Decontaminate(sets=(str(tmp_path / "set.jsonl"),)).files()

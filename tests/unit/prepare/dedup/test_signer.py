@@ -45,11 +45,11 @@ def test_nothing_is_left_after_an_exception(tmp_path):
 
 
 def test_truncated_signatures_are_noticed(bench: Bench):
-    part = bench.sign(["a", "b"], Dedup(minhash=True, seed=2))
+    part = bench.sign(["a", "b"], Dedup(minhash=True, bands=2))
     path = Path(f"{part.prefix}.minhash")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(PrepareError, match="got fewer"):
-        bench.deduplicate([part], Dedup(minhash=True, seed=2))
+        bench.deduplicate([part], Dedup(minhash=True, bands=2))
 
 
 def test_signatures_are_those_of_version_2(bench: Bench):

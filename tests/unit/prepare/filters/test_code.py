@@ -50,6 +50,5 @@ def test_extension_decides():
     assert reason(many, "dir.d/a.yaml") == "code_lines" == reason(many, "a.json") and reason(many, "yaml") == ""
     assert drop_reasons(Code(), [long], url=["https://x.org/page.html?x=1"]) == [""]
     assert reason(long, "a.js", max_mean_line_chars=5000, max_line_chars=5000) == ""
-    assert reason("# auto-generated\n", generated=False) == ""
     with pytest.raises(UsageError, match="language: expected settings of code in 'html', got 'max_line'"):
         Code(language=(("html", (("max_line", 2),)),))

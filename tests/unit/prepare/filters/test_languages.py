@@ -36,8 +36,6 @@ def test_stop_words_follow_the_column():
     languages = ["de", "deu_Latn", "en", "en", "de", "xx", "en", None]
     expected = ["", "", "gopher_stop_words", "", "gopher_stop_words", "", "gopher_stop_words", "gopher_stop_words"]
     assert drop_reasons(GopherQuality(), texts, languages) == expected
-    own = GopherQuality(stop_words=("foo", "bar"))
-    assert drop_reasons(own, [other, german], ["de", "de"]) == ["", "gopher_stop_words"]
 
 
 TABLES = """
@@ -45,7 +43,6 @@ TABLES = """
 min_words = 5
 [gopher_quality.language.de]
 min_words = 2
-stop_words = ["der", "die"]
 [gopher_repetition.language.zh]
 top_ngrams = [[2, 0.256], [3, 0.201], [4, 0.171]]
 [tokenize]

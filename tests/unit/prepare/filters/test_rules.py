@@ -179,7 +179,7 @@ def test_c4_counts_lines_of_kept_pages():
 
 
 def test_c4_rules_can_be_off():
-    off = C4(terminal_punctuation=False, min_words_per_line=0, max_word_chars=0, min_sentences=0)
+    off = C4(terminal_punctuation=False, min_words_per_line=0, min_sentences=0)
     assert stage_texts(off, ["a\n  b [1]"]) == ["a\nb "]
 
 

@@ -18,7 +18,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare import PrepareResult, load_recipe
 from forebay.prepare.config import apply_settings
 from forebay.prepare.scores.base import Score
-from forebay.prepare.scores.classifiers import Onnx, Transformers
+from forebay.prepare.scores.classifiers import Transformers
 from forebay.prepare.scores.columns import Combine
 from forebay.prepare.tasks.percentile import column_percentiles
 from forebay.storage.store import open_store
@@ -97,7 +97,7 @@ def test_scores_ensemble_buckets_and_subsets(source: Path):
             "first_bucket": {"use": "bucket", "column": "first", "buckets": 4},
             "second_bucket": {"use": "bucket", "column": "second", "thresholds": [0.1, 0.5]},
             "both": {"use": "combine", "columns_of": ["first_bucket", "second_bucket"], "how": "max"},
-            "mean": {"use": "combine", "columns_of": ["first", "quality"], "how": "mean", "weights": [1, 3]},
+            "mean": {"use": "combine", "columns_of": ["first", "quality"], "how": "mean"},
         },
         "subset": [{"subset": "high", "column": "both", "min": 3}, {"subset": "mid", "column": "both", "min": 1}],
     }
@@ -107,7 +107,7 @@ def test_scores_ensemble_buckets_and_subsets(source: Path):
     assert [sum(row["first_bucket"] == n for row in rows) for n in range(4)] == [50, 50, 50, 50]
     for row in rows:
         assert row["both"] == max(row["first_bucket"], (row["second"] >= 0.1) + (row["second"] >= 0.5))
-        assert row["mean"] == (row["first"] + 3 * row["quality"]) / 4
+        assert row["mean"] == (row["first"] + row["quality"]) / 2
     for name, low, high in (("high", 3, 9), ("mid", 1, 3), ("rest", 0, 1)):
         for file in (source.parent / "o/text" / name).iterdir():
             assert all(low <= value < high for value in pq.ParquetFile(file).read()["both"].to_pylist())
@@ -276,13 +276,12 @@ def test_tables_of_selection_add_up():
     assert removed.stages == ()
 
 
-@pytest.mark.parametrize("scorer", [Onnx, Transformers])
-def test_folders_without_a_model(scorer: type[Onnx] | type[Transformers], tmp_path):
+def test_folders_without_a_model(tmp_path):
     with pytest.raises(UsageError, match="model: expected the folder"):
-        scorer()
+        Transformers()
     with pytest.raises(UsageError, match=r"model: expected a folder with config\.json"):
-        scorer(str(tmp_path / "none")).files()
+        Transformers(str(tmp_path / "none")).files()
     with pytest.raises(UsageError, match=r"model: expected a tokenizer at .*tokenizer\.json"):
-        scorer(str(tmp_path)).score(to_batch(["text"]))
+        Transformers(str(tmp_path)).score(to_batch(["text"]))
     with pytest.raises(UsageError, match="device: "):
-        scorer(str(tmp_path), device="tpu")
+        Transformers(str(tmp_path), device="tpu")

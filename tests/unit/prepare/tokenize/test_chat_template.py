@@ -43,7 +43,7 @@ ANSWERS = ['<tool_call>{"name": "weather", "arguments": {"place": "Köln"}}<|im_
 
 
 def spans(messages: list[dict], template: str = CHATML, **row: Any) -> list[tuple[bool, str]]:
-    record = to_record(0, {"messages": messages, **row}, ReadOptions(messages_key="messages", keep_roles=True))
+    record = to_record(0, {"messages": messages, **row}, ReadOptions(messages_key="messages").with_roles())
     assert not record.problem, record.problem
     return render(template, record.text, "<s>", "</s>", str)
 
@@ -60,7 +60,7 @@ def test_answers_alone_are_trained_on():
 
 
 def test_messages_come_back_as_they_were():
-    options = ReadOptions(messages_key="messages", keep_roles=True)
+    options = ReadOptions(messages_key="messages").with_roles()
     sharegpt = [{"from": "human", "value": "Hi\ufdd2{}\ufdd1"}, {"from": "gpt", "value": "Hello"}]
     messages, _ = messages_of(to_record(0, {"messages": sharegpt}, options).text)
     assert messages == [{"role": "user", "content": "Hi{}"}, {"role": "assistant", "content": "Hello"}]

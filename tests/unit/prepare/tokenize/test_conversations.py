@@ -85,7 +85,7 @@ def test_packing_loses_nothing(tmp_path_factory, conversations: list[list[tuple[
     texts.append(f"{L}end")
     folder = tmp_path_factory.mktemp("r")
     encoded = encode_rows(folder, texts, 30)
-    shape = RowShape(30, "U16", 0, "I32", packed=True)
+    shape = RowShape(30, "U16", 0, packed=True)
     result = tensors(write_dataset(folder, encoded, shape, 8192))
     rows = []
     for ids, labels, mask, places, owner in zip(*(result[n] for n in (
@@ -123,6 +123,6 @@ def test_misuse_is_refused(tmp_path):
     with pytest.raises(UsageError):
         Conversations(10, too_long="split")
     with pytest.raises(UsageError):
-        RowShape(10, "U16", labels="I8")
+        RowShape(10, "U8")
     with pytest.raises(UsageError, match="at least a row"):
         plan_slices([], open_store(tmp_path), slice_bytes=4096, shape=RowShape(10_000, "U16"))

@@ -31,15 +31,15 @@ def encode(path: Path, folder: Path, texts: list[str], **fields: object) -> tupl
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])], counts
 
 
-@given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 3))
-def test_parts_make_the_document(tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float, seed: int):
-    documents, counts = encode(tokenizer, tmp_path_factory.mktemp("x"), texts, rate=1, spm_rate=spm_rate, seed=seed)
+@given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 1.0]))
+def test_parts_make_the_document(tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float):
+    documents, counts = encode(tokenizer, tmp_path_factory.mktemp("x"), texts, rate=1, spm_rate=spm_rate)
     model = Tokenizer.from_file(str(tokenizer))
     prefix, suffix, middle = NAMES
     for text, ids in zip(texts, documents):
         expected = f"{text}<eos>" if text else ""
         if len(text) >= 3:
-            cut = FillInTheMiddle(rate=1, spm_rate=spm_rate, seed=seed).cuts(text)
+            cut = FillInTheMiddle(rate=1, spm_rate=spm_rate).cuts(text)
             before, between, after = text[: cut[0]], text[cut[0] : cut[1]], text[cut[1] :]
             expected = f"{prefix}{before}{suffix}{after}{middle}{between}<eos>"
             if cut[2]:
@@ -48,12 +48,12 @@ def test_parts_make_the_document(tokenizer: Path, tmp_path_factory, texts: list[
     assert counts["fill_in_the_middle"] == sum(len(text) >= 3 for text in texts)
 
 
-def test_choices_follow_the_rates_and_the_seed():
+def test_choices_follow_the_rates():
     texts = [f"document number {i}" for i in range(100)]
     for spm_rate in (0, 1):
         assert {FillInTheMiddle(rate=1, spm_rate=spm_rate).cuts(text)[2] for text in texts} == {bool(spm_rate)}
-    cuts = [[FillInTheMiddle(seed=seed).cuts(text) for text in texts] for seed in (0, 0, 1)]
-    assert cuts[0] == cuts[1] != cuts[2]
+    cuts = [[FillInTheMiddle().cuts(text) for text in texts] for _ in range(2)]
+    assert cuts[0] == cuts[1] and 0 < cuts[0].count(None) < 100
 
 
 def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path):
