@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from forebay.errors import (
+from forebay.errors import (, unknown_name
     CorruptInputError,
     ForebayError,
     PrepareError,
@@ -117,9 +117,7 @@ def find_inputs(
     """
     names = text_formats()
     if options.format != "auto" and options.format not in names:
-        raise UsageError(
-            f"read: expected a format among auto, {', '.join(names)}, got {options.format!r}. Choose one of them."
-        )
+        raise unknown_name("read.format", ["auto", *names], options.format)
     if isinstance(inputs, str | Path):
         inputs = [inputs]
     if not inputs:
