@@ -3,8 +3,8 @@
 - The navigation is the index, docs/README.md: a page is listed once.
 - A file outside docs/ that a page links to becomes a page of the site, so that no link leaves it.
 - A line `<!-- generated: NAME -->` is replaced by what the code says: `commands` by the parser's commands, `recipe`,
-  `convert` and `worker` by the fields of these settings, `options` by all of them with their needs, `routes` by the servers' routes and messages. GitHub shows the
-  text around it.
+  `convert` and `worker` by the fields of these settings, `options` by all of them with their needs, `routes` by the
+  servers' routes and messages. GitHub shows the text around it.
 """
 
 from __future__ import annotations
@@ -238,7 +238,9 @@ def all_options() -> Iterator[str]:
     import options
 
     classes, rows = options.classes(), (ROOT / "docs/reference/configuration.md").read_text("utf-8").splitlines()
-    cells = {row.split(" | ")[0].strip("| `"): row.split(" | ")[-1].strip("| ") for row in rows if row.startswith("| `")}
+    cells = {
+        row.split(" | ")[0].strip("| `"): row.split(" | ")[-1].strip("| ") for row in rows if row.startswith("| `")
+    }
     for place, needs in options.served().items():
         yield f"## {place.replace('[', chr(92) + '[')} {{ #{re.sub('[^a-z0-9]+', '-', place.lower()).strip('-')} }}\n"
         yield "| option | meaning | serves |\n|---|---|---|"
@@ -316,7 +318,14 @@ def _number(value: float) -> str:
 
 
 _BOUNDS = {"minimum": "≥", "maximum": "≤", "maxLength": "at most", "maxItems": "at most"}
-GENERATED = {"commands": commands, "recipe": recipe, "convert": convert, "worker": worker, "options": all_options, "routes": routes}
+GENERATED = {
+    "commands": commands,
+    "recipe": recipe,
+    "convert": convert,
+    "worker": worker,
+    "options": all_options,
+    "routes": routes,
+}
 
 
 def _table_of(hint: Any) -> Any:

@@ -16,7 +16,15 @@ from typing import Any
 
 _PLACES = Path(__file__).with_suffix(".toml")
 _INTERNAL = ("own", "on_progress", "on_skipped", "sink")  # Fields that no user sets.
-_SHARED = {"--json", "--quiet", "--verbose", "--env-file", "--log-level", "--log-format", "--identity"}  # Of all commands.
+_SHARED = {
+    "--json",
+    "--quiet",
+    "--verbose",
+    "--env-file",
+    "--log-level",
+    "--log-format",
+    "--identity",
+}  # Of all commands.
 
 
 def places() -> dict[str, Mapping[str, str]]:
@@ -38,7 +46,9 @@ def places() -> dict[str, Mapping[str, str]]:
 
 
 def _fields(kind: Any) -> list[str]:
-    skipped = (*_INTERNAL, "dtype", "seq_len", "slice_bytes", "name") if kind.__name__ == "ConvertOptions" else _INTERNAL
+    skipped = (
+        (*_INTERNAL, "dtype", "seq_len", "slice_bytes", "name") if kind.__name__ == "ConvertOptions" else _INTERNAL
+    )
     names = [item.name for item in dataclasses.fields(kind) if item.init and item.name not in skipped]
     return [name for name in names if kind.__name__ != "Recipe" or not _table(typing.get_type_hints(kind)[name])]
 
@@ -69,7 +79,9 @@ def classes() -> dict[str, Any]:
 def _table(hint: Any) -> Any:
     """The class of a table among the types of a field; the stages are tables, too."""
     kinds = (hint, *typing.get_args(hint))
-    return next((kind for kind in kinds if dataclasses.is_dataclass(kind) or getattr(kind, "_is_protocol", False)), None)
+    return next(
+        (kind for kind in kinds if dataclasses.is_dataclass(kind) or getattr(kind, "_is_protocol", False)), None
+    )
 
 
 def _variables() -> list[str]:

@@ -30,10 +30,8 @@ def test_the_names():
 
 def test_each_option_has_an_entry_that_says_what_it_serves():
     script = runpy.run_path(str(ROOT / "scripts/options.py"))
-    found, served = script["places"](), script["served"]()
-    assert {place: set(names) for place, names in served.items()} == {
-        place: set(names) for place, names in found.items()
-    }
+    options, served = script["places"](), script["served"]()
+    assert {path: set(names) for path, names in served.items()} == {path: set(names) for path, names in options.items()}
     assert all(need for needs in served.values() for need in needs.values())
 
 
@@ -59,7 +57,7 @@ def test_each_size_may_be_text(tmp_path):
             continue
         arguments = {"dataset": str(out), "batch_size": 1, "seq_len": 8, "cache_dir": tmp_path / "c"}
         arguments = arguments if kind is forebay.Loader else {}
-        made = kind(**arguments, **{name: "96 MiB"})
-        assert getattr(made, name) == 96 << 20
+        created = kind(**arguments, **{name: "96 MiB"})
+        assert getattr(created, name) == 96 << 20
         with pytest.raises(UsageError, match=f"{name}: 'much' is not a size"):
             kind(**arguments, **{name: "much"})

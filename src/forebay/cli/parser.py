@@ -221,8 +221,8 @@ def _fish(values: Iterable[tuple[str, Sequence[str], bool, str, str]], words: It
         lines.append(f"complete -c forebay -n \"__forebay_at '{path}'\" -a '{names}' {'-F' if kind else ''}")
     for path, flags, takes_value, text, kind in values:
         names = " ".join(f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in flags)
-        given = (f"-x -a '(__fish_append , {text})'" if text else kinds[kind]) if takes_value else ""
-        lines.append(f"complete -c forebay -n \"__forebay_at '{path}'\" {names} {given}")
+        value = (f"-x -a '(__fish_append , {text})'" if text else kinds[kind]) if takes_value else ""
+        lines.append(f"complete -c forebay -n \"__forebay_at '{path}'\" {names} {value}")
     return "\n".join([*lines, ""])
 
 

@@ -103,7 +103,7 @@ OWN = ["R2_DATASET_BUCKET_NAME=b", "export DATASET_BINS_PATH='remote/'", "R2_DAT
 
 @pytest.mark.parametrize("how", ["before", "behind", "environment"])
 @pytest.mark.parametrize(
-    "lines, environment, told",
+    "lines, environment, message",
     [
         ([], {}, "R2_DATASET_ACCOUNT_ID, got none"),
         (["R2_DATASET_ACCOUNT_ID="], {}, "R2_DATASET_ACCOUNT_ID, it is empty"),
@@ -113,7 +113,7 @@ OWN = ["R2_DATASET_BUCKET_NAME=b", "export DATASET_BINS_PATH='remote/'", "R2_DAT
     ],
 )
 def test_an_env_file_has_lines_of_others_and_its_empty_keys_are_told(
-    capsys, monkeypatch, tmp_path, how: str, lines: list[str], environment: dict[str, str], told: str
+    capsys, monkeypatch, tmp_path, how: str, lines: list[str], environment: dict[str, str], message: str
 ):
     for name in [name for name in os.environ if name.startswith(("R2_DATASET", "DATASET_BINS"))]:
         monkeypatch.delenv(name)
@@ -124,10 +124,10 @@ def test_an_env_file_has_lines_of_others_and_its_empty_keys_are_told(
         monkeypatch.setenv(name, value)
     path = tmp_path / "run.env"
     path.write_text("\n".join([*OTHERS, *OWN, *lines]))
-    command, given = ["inspect", "r2://"], ["--env-file", path]
+    command, options = ["inspect", "r2://"], ["--env-file", path]
     if how == "environment":
         monkeypatch.setenv("FOREBAY_ENV_FILE", str(path))
-        given = []
-    assert forebay(*(given + command if how == "before" else command + given)) == 2
+        options = []
+    assert forebay(*(options + command if how == "before" else command + options)) == 2
     printed = capsys.readouterr().err
-    assert told in printed and "id-1" not in printed
+    assert message in printed and "id-1" not in printed
