@@ -154,11 +154,11 @@ class UsageError(ForebayError):
     """Invalid arguments, configuration or files of the caller."""
 
 
-def did_you_mean(given: object, names: Iterable[object]) -> str:
+def did_you_mean(word: object, names: Iterable[object]) -> str:
     """Return " Did you mean 'x'?" of the names that are similar to a mistyped one; "" if none is."""
     texts = [str(name) for name in names]
-    near = difflib.get_close_matches(str(given), texts, 2, 0.6)
-    near = near or [name for name in texts if len(str(given)) > 1 and name.startswith(str(given))]
+    near = difflib.get_close_matches(str(word), texts, 2, 0.6)
+    near = near or [name for name in texts if len(str(word)) > 1 and name.startswith(str(word))]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

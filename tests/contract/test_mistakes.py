@@ -84,7 +84,7 @@ COMMANDS = [
     ("network show nowhere", "nowhere: expected a node's directory, got nothing there", 2),
     ("network join net bob --name bob --role wrker", "Did you mean 'worker'?", 2),
     ("network init net", "net already holds one", 2),
-    ("network revoke nobody net", "expected the name of a member, or a peer id", 2),
+    ("network revoke ada net", "expected the name of a member, or a peer id", 2),
     ("worker ds --identity w python train.py", "Write -- before a command: forebay worker … -- python train.py", 2),
     ("coordinator --set num_steps=0", "expected num_steps of at least 1, got 0", 2),
 ]  # fmt: skip
@@ -121,7 +121,7 @@ CALLS = [
     (lambda: prepare_dataset("corpus", "d", tokenizer=300), "or an object with name, data, vocab_size, eos_id, encode"),
     (lambda: prepare_dataset("corpus", "d", filters=[lambda d: True], **P), "got <lambda>. Decorate the function with"),
     (lambda: prepare_dataset("corpus", "d", filters=yes(), **P), "expected True or False, got 'yes' (str)"),
-    (lambda: prepare_dataset("corpus", "d", filters=one(), **P), "expected an array of 3 booleans, one a document"),
+    (lambda: prepare_dataset("corpus", "d", filters=single(), **P), "expected an array of 3 booleans, one a document"),
     (lambda: prepare_dataset("corpus", "d", dedup=True, **P), "dedup: expected names or methods, got bool"),
     (lambda: prepare_dataset("corpus", "d", settings="x", **P), "settings: expected {table: {key: value}}, got 'x'"),
     (lambda: prepare_dataset("corpus", "d", tokenizer="bytes", workers="2"), "expected an integer from 1, got '2'"),
@@ -165,7 +165,7 @@ def yes(document: dict) -> str:
 
 
 @forebay.text_filter("one", version="1")
-def one(batch: pa.RecordBatch) -> bool:
+def single(batch: pa.RecordBatch) -> bool:
     return True
 
 

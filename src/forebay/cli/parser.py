@@ -82,10 +82,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""
-        known = self._option_string_actions
-        unknown = [word for word in self._words if word.startswith("--") and word.partition("=")[0] not in known]
+        options = self._option_string_actions
+        unknown = [word for word in self._words if word.startswith("--") and word.partition("=")[0] not in options]
         if unknown and message.startswith("the following arguments are required"):  # argparse reports these first.
-            message = f"unrecognized arguments: {PrintableUrl(unknown[0])}.{did_you_mean(unknown[0], known)}"
+            message = f"unrecognized arguments: {PrintableUrl(unknown[0])}.{did_you_mean(unknown[0], options)}"
         stop = "" if message.endswith(("?", ".")) else "."
         report_failure("UsageError", f"{message}{stop} See `{self.prog} --help`.", "--json" in sys.argv)
         sys.exit(2)

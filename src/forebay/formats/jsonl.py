@@ -269,8 +269,8 @@ def json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
         infinite = np.flatnonzero(~np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)))
         if len(infinite):
             row = int(np.searchsorted(np.cumsum(np.maximum(counts, 0)), infinite[0], "right"))
-            place = f"{name}, row {first_row + row}"
-            raise DatasetError(f"JSON: expected finite numbers, got infinity or NaN ({place}). {_ADVICE}")
+            position = f"{name}, row {first_row + row}"
+            raise DatasetError(f"JSON: expected finite numbers, got infinity or NaN ({position}). {_ADVICE}")
     shape = tables.tensor_shape(column.type)
     if shape is not None and not column.null_count and not leaves.null_count:
         nested: list[Any] = leaves.to_numpy(zero_copy_only=False).reshape(len(column), *shape).tolist()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from forebay.errors import (, unknown_name
+from forebay.errors import (
     CorruptInputError,
     ForebayError,
     PrepareError,
@@ -29,6 +29,7 @@ from forebay.errors import (, unknown_name
     UnreadableInputError,
     UsageError,
     printable,
+    unknown_name,
 )
 from forebay.formats.base import Format, get_format, names_with
 from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text, reader_schema
