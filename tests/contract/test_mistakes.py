@@ -217,3 +217,9 @@ def test_first_guesses_are_taken(world: Path):
         prepare_dataset("corpus", "d9", recipe=Path("wrong.toml"), **P)
     split = SampleOptions(validation_fraction=0.5)
     assert len(Loader("ds", **B, split="validation", samples=split)) > 0
+
+
+def test_a_full_disk_is_the_cause_that_a_cache_names(world: Path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 12_000, 12_000))
+    with pytest.raises(forebay.ForebayError, match=r"expected .* of free space for .*cache, .*got 12 kB.*Make room"):
+        Loader("ds", **B, cache_dir=world / "cache")

@@ -481,7 +481,8 @@ def _read(folder: Path, name: str) -> bytes:
             return file.read()
     except OSError as error:
         what = "a file" if folder.is_file() else f"a directory without {name}" if folder.is_dir() else "nothing there"
-        what = what if isinstance(error, FileNotFoundError | NotADirectoryError) else error.strerror or str(error)
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise DatasetError(f"{folder / name}: cannot be read: {error.strerror or error}. Check it.") from error
         is_inside = (folder.parent / name).is_file()
         advice = f"Did you mean {folder.parent}?" if is_inside else f"Give one that {_WRITERS} wrote."
         raise DatasetError(f"{folder}: expected a dataset (a directory with {name}), got {what}. {advice}") from error

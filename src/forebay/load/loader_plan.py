@@ -32,7 +32,7 @@ from forebay.order.bijection import derive_key
 from forebay.order.footprint import Footprint, check_traffic, footprints
 from forebay.order.plan import Order, SampleSize
 from forebay.order.run import OwnedRun, Run
-from forebay.units import as_size
+from forebay.units import as_size, format_bytes
 
 if TYPE_CHECKING:
     from forebay.lease.job import LeaseJob
@@ -198,7 +198,17 @@ class LoaderPlan:
 
     def _check_traffic(self, settings: CacheSettings) -> None:
         parts = self.footprints(settings)
-        for warning in check_traffic(parts, settings.budget_bytes, self._config.order.max_fetch_ratio):
+        needed = sum(min(part.nodes[0].open_bytes, part.num_bytes) for part in parts)
+        try:
+            warnings = check_traffic(parts, settings.budget_bytes, self._config.order.max_fetch_ratio)
+        except UsageError as error:
+            if self._config.cache_bytes is not None or settings.budget_bytes >= needed:
+                raise
+            raise UsageError(
+                f"cache: expected {format_bytes(4 * needed)} of free space for {settings.directory}, a quarter of which "
+                f"it may use, got {format_bytes(4 * settings.budget_bytes)}. Make room, or give another cache_dir=."
+            ) from error
+        for warning in warnings:
             _log.warning("%s", warning)
 
 
