@@ -205,8 +205,8 @@ class LoaderPlan:
             if self._config.cache_bytes is not None or settings.budget_bytes >= needed:
                 raise
             raise UsageError(
-                f"cache: expected {format_bytes(4 * needed)} of free space for {settings.directory}, a quarter of which "
-                f"it may use, got {format_bytes(4 * settings.budget_bytes)}. Make room, or give another cache_dir=."
+                f"cache: expected {format_bytes(4 * needed)} of free space for {settings.directory}, of which it may "
+                f"use a quarter, got {format_bytes(4 * settings.budget_bytes)}. Make room, or give another cache_dir=."
             ) from error
         for warning in warnings:
             _log.warning("%s", warning)
