@@ -247,6 +247,10 @@ class ChunkFeed:
                 raise UsageError(f"cache: a step's chunks found no space in {_STUCK_S:.0f} s: {self._no_room}")
             self._changed.wait(_POLL_S)
 
+    def describe_room(self) -> str:
+        """Return why a step's chunks have no space, for a log line; "" if they have."""
+        return f"space in the cache: {self._no_room}" if self._no_room else ""
+
     def release(self, plan: PlanNeeds) -> None:
         """A plan was used, or is not required any more: its chunks may be evicted."""
         with self._changed:

@@ -20,7 +20,7 @@ from forebay.prepare.engines import base
 from forebay.prepare.engines.local import LocalEngine
 from forebay.prepare.progress import Failure, label, name_of
 from forebay.prepare.results import Committing, TaskOutput
-from forebay.storage.retry import EVERY_S, FIRST_S
+from forebay.storage.retry import log_while_waiting
 from forebay.storage.store import Store
 
 log = logging.getLogger("forebay.prepare")
@@ -61,7 +61,12 @@ class ShareEngine(LocalEngine):
         positions = {name_of(task): position for position, task in enumerate(tasks)}
         self._folder = f"claims/{run.step}"
         self._generations, self._claims, self._lapsed = {}, {}, {}
-        began, logged_at, pause_s = time.monotonic(), -EVERY_S, _MIN_POLL_S
+        self._awaited = ""
+        with log_while_waiting(log, lambda: self._awaited):
+            self._map(run, tasks, on_done, positions)
+
+    def _map(self, run: Committing[Any], tasks: Sequence[Any], on_done: base.OnDone, positions: dict[str, int]) -> None:
+        pause_s = _MIN_POLL_S
         while positions:
             todo = [p for name, p in positions.items() if name not in self._claims]
             todo.sort(key=lambda p: ((p - self._index) % self._count, p))
@@ -74,15 +79,12 @@ class ShareEngine(LocalEngine):
             results = run.load(positions)
             for name, result in results.items():
                 on_done(positions.pop(name), TaskOutput(result))
+            self._awaited = ""
             if todo or results:
-                began, pause_s = time.monotonic(), _MIN_POLL_S
+                pause_s = _MIN_POLL_S
             elif positions:
-                if (now := time.monotonic()) - began > FIRST_S and now - logged_at >= EVERY_S:
-                    logged_at = now
-                    what = ", ".join(label(tasks[p]) for p in list(positions.values())[:3])
-                    log.warning(
-                        "waiting for %d tasks of other processes (%.0f s so far): %s", len(positions), now - began, what
-                    )
+                what = ", ".join(label(tasks[p]) for p in list(positions.values())[:3])
+                self._awaited = f"{len(positions)} tasks of other processes ({', '.join(self._beats)}): {what}"
                 self._tick()
                 time.sleep(pause_s)
                 pause_s = min(_MAX_POLL_S, 1.5 * pause_s)
