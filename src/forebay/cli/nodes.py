@@ -57,7 +57,7 @@ def _status(args: Namespace) -> bool:
         print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
         return False
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
-    is_healthy = not status.get("draining") and (args.probe or not status.get("unserved"))
+    is_healthy = not status.get("draining") and (args.probe or not status.get("faults"))
     if args.json:  # Also for probes, which repeat this every few seconds: the view imports much.
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
     else:
@@ -89,11 +89,10 @@ def _serve(args: Namespace) -> None:
     from forebay.storage.origins import open_remote
 
     access = AccessPolicy(args.access) if args.access is not None else None
-    with log_while_waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
-        datasets = [
-            open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
-            for path in args.datasets
-        ]
+    datasets = [
+        open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
+        for path in args.datasets
+    ]
     limits, stop = (
         parse_limits(ServerLimits(upload_bytes_per_s=args.upload_limit or math.inf), args.limit),
         stop_event(),

@@ -36,6 +36,7 @@ from forebay.swarm.share import SliceShare
 from forebay.threads import SupervisedThread
 
 STATS_INTERVAL_S = 2.0
+FAULT_S = 10.0  # without work or a reply: its status is not healthy
 STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
@@ -192,8 +193,22 @@ class LeaseSession(Closing):
         # The scheduler's network is the one in which others must reach this worker.
         others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
         return SliceShare(
-            self.job.identity, self.cache, self.index.sizes, share, upload_bytes_per_s, towards=next(iter(others), "")
+            self.job.identity,
+            self.cache,
+            self.index.sizes,
+            share,
+            upload_bytes_per_s,
+            towards=next(iter(others), ""),
+            find_faults=self._find_faults,
         )
+
+    def _find_faults(self) -> list[str]:
+        """Return what kept this worker from its job for FAULT_S or longer."""
+        late = time.monotonic() - FAULT_S
+        if self._replied_at < late:
+            return [self.job.scheduler.describe_wait()]
+        with self.leases.locked() as state:
+            return [state.describe_wait()] if (self.fetches.starved_at or late) < late else []
 
 
 def _lock_session(path: Path) -> tuple[str, int, Lock] | None:

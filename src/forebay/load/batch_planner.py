@@ -101,7 +101,7 @@ class BatchPlanner:
             plan = self._current = self._queue.popleft()
             start = 0
             while start < len(plan.steps):
-                with log_while_waiting(_log, self._slices.describe_room):
+                with log_while_waiting(_log, lambda: self._slices.no_room):
                     stop = self._open_block(plan, start)
                 if stop == start:
                     break  # No space for it: a smaller one follows.

@@ -112,6 +112,7 @@ class SchedulerService:
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
         self._num_exchanges = 0
+        self._dht_fault = self._disk_fault = ""
         self._core_s = 0.0
         self._over_from = 0.0
         self._trust_stamp: object = None
@@ -121,7 +122,7 @@ class SchedulerService:
         self._disk = ThreadPoolExecutor(1)  # its own: the loop's threads may all wait for a data node that hangs
         self._server = Server(
             self._app(), identity, host, port, limits=limits, discovery=discovery,
-            peers=lambda: [claim.address for claim in self._catalog.claims],
+            peers=lambda: [claim.address for claim in self._catalog.claims], faults=self._find_faults,
         )  # fmt: skip
         self._server.add_task("scheduler expiry", self._run_expiry)
         self._server.add_task("scheduler discovery", self._run_discovery)
@@ -240,17 +241,24 @@ class SchedulerService:
             try:
                 await asyncio.to_thread(self._announce)
                 await asyncio.to_thread(self._catalog.refresh)
+                self._dht_fault = ""
             except NetworkError as error:
-                log.warning("scheduler %s: looking for providers failed: %s", self.name, error)
+                self._dht_fault = f"the DHT: {error}"
             with self._lock:
-                was_unserved = self._unserved()
-                self._add_origins()
                 unserved = self._unserved()
-            if bool(was_unserved) != bool(unserved):
-                log.warning("scheduler %s: %s", self.name, unserved or f"data nodes serve {self.name!r} again")
+                self._add_origins()
+                is_over = unserved and not self._unserved()
+            if is_over:
+                log.warning("scheduler %s: data nodes serve %r again", self.name, self.name)
 
     def _unserved(self) -> str:
         return self._journal.core.unserved(time.monotonic())
+
+    def _find_faults(self) -> list[str]:
+        with self._lock:
+            unserved = self._unserved()
+        unserved = unserved and f"data nodes: {unserved}; start one (forebay serve)"
+        return list(filter(None, (unserved, self._dht_fault, self._disk_fault)))
 
     async def _run_expiry(self) -> None:
         interval_s = min(1.0, self._catalog.spec.lease_s / 4)
@@ -271,7 +279,7 @@ class SchedulerService:
                 for event in await self._change(self._expire):
                     log.info("%s", event)
             except (LedgerError, StateError) as error:
-                log.error("scheduler %s: %s", self.name, error)
+                self._disk_fault = f"the disk: {error}"
 
     def _expire(self, core: SchedulerCore) -> list[Event]:
         revocations = self.identity.revocations
@@ -317,7 +325,12 @@ class SchedulerService:
 
     async def _write(self, journal: Journal) -> None:
         await asyncio.sleep(GATHER_S)
-        await asyncio.get_running_loop().run_in_executor(self._disk, journal.write)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._disk, journal.write)
+            self._disk_fault = ""
+        except LedgerError as error:
+            self._disk_fault = f"the disk: {error}"
+            raise
 
     async def _change(self, change: Callable[[SchedulerCore], list[Event]]) -> list[Event]:
         """Change the core; its events are on disk when this returns."""
@@ -434,11 +447,12 @@ class SchedulerService:
 
     def status(self) -> JsonObject:
         """The progress of the job; samples count over all epochs."""
+        faults = self._server.find_faults()
         with self._lock:
             journal = self._journal
             return status.full_status(
                 journal.core, self._activity, self._catalog, journal.ledger.next_seq, time.monotonic()
-            )
+            ) | {"faults": faults}
 
     def _metrics(self) -> list[Metric]:
         return status.metrics(self._job_status(), len(self._activity.workers), self._num_exchanges, self._core_s)

@@ -57,10 +57,10 @@ def acquire(path: Path) -> Lock:
     return lock
 
 
-def acquire_now(path: Path, what: str, fault: type[ForebayError] = UsageError) -> Lock:
-    """Acquire a lock; raise `fault` if this or another process has it."""
+def acquire_now(path: Path, what: str) -> Lock:
+    """Acquire a lock; raise UsageError if this or another process has it."""
     if (lock := try_acquire(path)) is None:
-        raise locked_error(path, what, fault)
+        raise locked_error(path, what)
     return lock
 
 
