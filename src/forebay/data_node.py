@@ -61,22 +61,14 @@ class DataNode(SliceServer):
         self, identity: Identity, datasets: Sequence[Dataset], host: str, port: int, discovery: Discovery | None,
         ttl_s: float = 60.0, *, limits: ServerLimits | None = None, access: AccessPolicy | None = None,
     ) -> None:  # fmt: skip
-        if len({dataset.id for dataset in datasets}) != len(datasets):
-            names = sorted(dataset.name for dataset in datasets)
-            raise UsageError(f"serve: expected each dataset once, got one twice among {names}. Serve it once.")
+        ids = [dataset.id for dataset in datasets]
+        if twice := [dataset for dataset in datasets if ids.count(dataset.id) > 1]:
+            names = " and ".join(dataset.name for dataset in twice if dataset.id == twice[0].id)
+            raise UsageError(f"serve: expected each dataset once, got {names} of one id, {twice[0].id}. Serve one.")
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
         identity.check_role("serve", "data", *(dataset.name for dataset in datasets))
-        super().__init__(
-            "Forebay data node",
-            identity,
-            host,
-            port,
-            discovery=discovery,
-            ttl_s=ttl_s,
-            limits=limits,
-            find_faults=self._find_lost,
-        )
+        super().__init__("Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits)
         self.datasets = list(datasets)
         self._access = access or AccessPolicy()
         self._slices: dict[str, tuple[SliceFile, ...]] = {}
@@ -122,10 +114,10 @@ class DataNode(SliceServer):
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def _find_lost(self) -> list[str]:
+    def _find_faults(self) -> list[str]:
         lost = [d.name for d in self.datasets if d.is_local and not (d.path / MANIFEST_FILE).is_file()]
         text = f"files of datasets: those of {', '.join(lost)} are gone; restore them, or restart without them"
-        return [text] if lost else []
+        return [*super()._find_faults(), *([text] if lost else [])]
 
     def metrics(self) -> Iterable[Metric]:
         with self._lock:

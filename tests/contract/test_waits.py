@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -129,84 +130,65 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
     assert len(lines()) == 1
 
 
-def wait_for_scheduler(at: str, home: Path, end: list):
+def scheduler(at, home):
     identity = Identity.load(home)
     client = SchedulerClient(identity, Client(identity), "x", None, at, 1e9)
-    end.append(client.stop.set)
-    client.read_job()
+    return client.read_job, client.stop.set
 
 
-def wait_for_coordinator(at: str, home: Path, end: list):
+def member(at, home):
     member = Membership(at, patience_s=1e9)
-    end.append(lambda: setattr(member, "closed", True))
-    member.join()
+    return member.join, lambda: setattr(member, "closed", True)
 
 
-def wait_for_members(at: str, home: Path, end: list):
-    with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as coordinator:
-        wait_for_coordinator(coordinator.address, home, end)
-
-
-def wait_for_dht(at: str, home: Path, end: list):
+def dht(at, home):
     stop = threading.Event()
-    end.append(stop.set)
-    wait_for_bootstrap([parse_address(at)], 1e9, stop)
-    raise NetworkError
+    return lambda: wait_for_bootstrap([parse_address(at)], 1e9, stop), stop.set
 
 
-def wait_for_admission(at: str, home: Path, end: list):
-    renew_at(at, home)
+def lock(at, home):
+    held = acquire(home / "lock")
+    return lambda: acquire(home / "lock").release(), held.release
 
 
-def wait_for_lock(at: str, home: Path, end: list):
-    with acquire(home / "lock") as lock:
-        end.append(lock.release)
-        acquire(home / "lock").release()
-    raise UsageError
+NODES = [
+    (scheduler, "refused", "the scheduler of 'x': .*refused"),
+    (scheduler, "silent", "the scheduler of 'x': .* has not answered yet"),
+    (member, "refused", "coordinator .*refused"),
+    (member, "silent", "an answer of coordinator"),
+    (member, "alone", "other workers: 1 joined, the run waits for 2"),
+    (dht, "refused", "a bootstrap node of the DHT; asked .*refused"),
+    (lambda at, home: (lambda: renew_at(at, home), dict), "silent", "admission at .*: no response yet"),
+    (lock, "", f"the lock .*lock, which process {os.getpid()} on .* has"),
+]
 
 
-@pytest.mark.parametrize(
-    "wait, fault, line",
-    [
-        (wait_for_scheduler, "refused", "the scheduler of 'x': .*refused"),
-        (wait_for_scheduler, "silent", "the scheduler of 'x': .* has not answered yet"),
-        (wait_for_coordinator, "refused", "coordinator .*refused"),
-        (wait_for_coordinator, "silent", "an answer of coordinator"),
-        (wait_for_members, "", "other workers: 1 joined, the run waits for 2"),
-        (wait_for_dht, "refused", "a bootstrap node of the DHT; asked .*refused"),
-        (wait_for_admission, "silent", "admission at .*: no response yet"),
-        (wait_for_lock, "", f"the lock .*lock, which process {os.getpid()} on .* has"),
-    ],
-)  # fmt: skip
-def test_a_node_tells_what_it_waits_for(
-    tmp_path, monkeypatch, caplog, wait: Callable[..., None], fault: str, line: str
-):
+@pytest.mark.parametrize("node, fault, line", NODES)
+def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node: Callable[..., Any], fault: str, line: str):
     monkeypatch.setattr(retry, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(retry, "EVERY_S", 1e9)
     monkeypatch.setattr(scheduler_client, "STOPPING_S", 0)
-    home, end = make_network(tmp_path, ["node"], [])["node"], list[Callable[[], object]]()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        at = f"127.0.0.1:{listener.getsockname()[1]}"
 
-        def is_told() -> bool:
-            for waiting in list(retry._waits.all.values()):
-                waiting.began -= 3 * bool(re.match(line, waiting.what()))
-            return any(re.match(f"waiting for {line}", text) for text in caplog.messages)
+    def told() -> list[str]:
+        return [text for text in caplog.messages if re.match(f"waiting for {line}", text)]
 
-        def finish():
-            until(is_told)
-            listener.close()
-            for call in end:
-                call()
+    def is_told():
+        for wait in list(retry._waits.all.values()):
+            wait.began -= 3 * bool(re.match(line, wait.what()))
+        return told()
 
+    with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as run, socket.create_server(("", 0)) as listener:
+        at = run.address if fault == "alone" else f"127.0.0.1:{listener.getsockname()[1]}"
+        call, end = node(at, make_network(tmp_path, ["node"], [])["node"])
         if fault == "refused":
             listener.close()
-        (ending := threading.Thread(target=finish)).start()
-        with pytest.raises(ForebayError):
-            wait(at, home, end)
-        ending.join()
-    told = [text for text in caplog.messages if re.match(f"waiting for {line}", text)]
-    assert len(told) == 1
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(call)
+            until(is_told)
+            listener.close()
+            end()
+            assert waiting.exception() is None or isinstance(waiting.exception(), ForebayError)
+    assert len(told()) == 1
 
 
 def test_a_status_says_why_a_job_cannot_go_on(tmp_path, monkeypatch, caplog, capsys):
@@ -218,7 +200,10 @@ def test_a_status_says_why_a_job_cannot_go_on(tmp_path, monkeypatch, caplog, cap
         assert status["healthy"] == (not code)
         return code, status["faults"]
 
-    with DataNode(Identity.load(home), [open_dataset(tmp_path / "d")], "127.0.0.1", 0, None) as node:
+    datasets = [open_dataset(tmp_path / "d")]
+    with pytest.raises(UsageError, match=f"got d and d of one id, {datasets[0].id}"):
+        DataNode(Identity.load(home), 2 * datasets, "127.0.0.1", 0, None)
+    with DataNode(Identity.load(home), datasets, "127.0.0.1", 0, None) as node:
         words = node.address, "--identity", str(home)
         assert read(*words) == (0, [])
         (tmp_path / "d").rename(tmp_path / "moved")

@@ -108,9 +108,14 @@ class Coordinator:
             self._discovery = LibtorrentDht("", 0, identity.bootstrap)
         self._fault = ""
         self._server = Server(
-            self._app(), identity, host, port, limits=limits, discovery=self._discovery,
+            self._app(),
+            identity,
+            host,
+            port,
+            limits=limits,
+            discovery=self._discovery,
             faults=lambda: [self._fault] if self._fault else [],
-        )  # fmt: skip
+        )
         self._server.add_task("coordinator clock", self._run_ticks)
 
     @property

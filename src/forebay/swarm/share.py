@@ -156,14 +156,13 @@ class SliceServer(ABC):
         discovery: Where datasets are announced; the caller closes it. None: nowhere.
         ttl_s: How long a claim is valid; it is announced again every third of that.
         advertised_host: The host for others, if it is not the one to listen at.
-        find_faults: Returns why slices cannot be served or used, besides the DHT; as `Server` has it.
     """
 
     def __init__(
         self, title: str, identity: Identity, host: str, port: int, *, discovery: Discovery | None, ttl_s: float,
-        limits: ServerLimits | None = None, advertised_host: str = "", find_faults: Callable[[], list[str]] = list,
+        limits: ServerLimits | None = None, advertised_host: str = "",
     ) -> None:  # fmt: skip
-        self.identity, self._find_faults = identity, find_faults
+        self.identity = identity
         self.discovery = discovery
         self.ttl_s = ttl_s
         self._advertised_host = advertised_host
@@ -179,9 +178,15 @@ class SliceServer(ABC):
             self._app = _make_app(title, self)
             self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
         self._server = Server(
-            self._app, identity, host, port, limits=limits, on_bytes=self._count, discovery=discovery,
-            faults=self._faults,
-        )  # fmt: skip
+            self._app,
+            identity,
+            host,
+            port,
+            limits=limits,
+            on_bytes=self._count,
+            discovery=discovery,
+            faults=self._find_faults,
+        )
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
         self._started_at = time.time()
@@ -278,9 +283,8 @@ class SliceServer(ABC):
         with self._lock:
             return sum(self._sent.values())
 
-    def _faults(self) -> list[str]:
-        own = [f"the DHT: announcing failed for {self._announce_error}"] if self._announce_error else []
-        return [*own, *self._find_faults()]
+    def _find_faults(self) -> list[str]:
+        return [f"the DHT: announcing failed for {self._announce_error}"] if self._announce_error else []
 
     def status(self) -> dict[str, Any]:
         """Return what is served and was sent: the response of `GET /v1/status`."""
@@ -363,21 +367,22 @@ class SliceShare(SliceServer, Closing):
             add to it. A peer whose certificate does not cover the name is refused.
         listen: `HOST:PORT`; port 0: any; no host: every address of this machine.
         towards: The `host:port` of another member, which reaches this host where it is named; "": at `host`.
-        find_faults: See SliceServer.
+        find_waits: Returns what its worker waits for, which is logged elsewhere; faults of its status.
     """
 
     def __init__(
         self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str, int]], listen: str,
         upload_bytes_per_s: float | None = None, *, discovery: Discovery | None = None, towards: str = "",
-        find_faults: Callable[[], list[str]] = list,
+        find_waits: Callable[[], list[str]] = list,
     ) -> None:  # fmt: skip
+        self._find_waits = find_waits
         host, _, port = listen.rpartition(":")
         if port != "0":
             parse_address(listen if host else f"0.0.0.0{listen}")
         super().__init__(
             "Forebay worker", identity, host or "0.0.0.0", int(port), discovery=discovery, ttl_s=60.0,
             limits=ServerLimits(upload_bytes_per_s=upload_bytes_per_s or math.inf),
-            advertised_host=advertised_host(host, towards) if towards else host, find_faults=find_faults,
+            advertised_host=advertised_host(host, towards) if towards else host,
         )  # fmt: skip
         self.session = secrets.token_hex(8)  # which process of its node this is, in a swarm
         self.slices = slices
@@ -385,6 +390,10 @@ class SliceShare(SliceServer, Closing):
         self._pid = os.getpid()
         self._server.start()
         self._announcer.start()
+
+    def status(self) -> dict[str, Any]:
+        status = super().status()
+        return {**status, "faults": status["faults"] + self._find_waits()}
 
     def add(self, shared: SharedDataset) -> None:
         """Announce a dataset, track its swarm, and serve its small files; its slices must be in `slices`."""
