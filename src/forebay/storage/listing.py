@@ -1,8 +1,8 @@
 """The files below a folder: `list_files` yields each one, or the reason why it is left out.
 
 Hides: links, loops of links, hidden and special files, and files that only describe a dataset beside them. A link is
-followed if its target is below the folder; others only on request. Files of /proc, /sys and /dev (but for /dev/shm) are never inputs: a
-corpus would otherwise hold the keys in a process's environment.
+followed if its target is below the folder; others only on request. Files of /proc, /sys and /dev (but for
+/dev/shm) are never inputs: a corpus would otherwise hold the keys in a process's environment.
 """
 
 import errno
