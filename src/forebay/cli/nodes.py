@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +41,6 @@ from forebay.cli.running import (
 from forebay.errors import LeaseError, UsageError
 from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
-from forebay.threads import SupervisedThread
 from forebay.toml import parse_settings, read_toml
 
 
@@ -154,21 +152,20 @@ def _schedule(args: Namespace) -> None:
         if "exclude" in subset:
             make = partial(DocumentSubset.from_file, str(subset.pop("exclude")))
         samples["documents"] = make(**subset)
-    stop, started = stop_event(), threading.Event()
+    stop = stop_event()
+    standby = partial(print_result, args, {"standby": True}, f"standing by for {args.state}")
     with joined_network(args, stop) as (identity, discovery):
         host, port = listening_address(args, discovery)
         client = Client(identity)
         service = SchedulerService(
             identity, args.name, discovery, client, args.state, host, port, dataset_id=args.id or "",
-            seq_len=args.seq_len, wait_s=args.timeout, standby=args.standby, publishers=args.publisher, limits=limits,
-            from_urls=args.from_urls or "", epochs=args.epochs, seed=args.seed,
-            lease_s=args.lease_timeout, stall_s=args.idle_timeout,
+            seq_len=args.seq_len, wait_s=args.timeout, standby=standby if args.standby else None, stopping=stop,
+            publishers=args.publisher, limits=limits, from_urls=args.from_urls or "", epochs=args.epochs,
+            seed=args.seed, lease_s=args.lease_timeout, stall_s=args.idle_timeout,
             max_failures=args.max_failures, **samples,
         )  # fmt: skip
         try:
-            SupervisedThread(lambda: _watch_standby(args, service, stop, started), "standby", stopping=started).start()
             service.start()
-            started.set()
             if stop.is_set():
                 return
             with contextlib.ExitStack() as stack:
@@ -180,7 +177,6 @@ def _schedule(args: Namespace) -> None:
                 until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
-            started.set()
             service.stop()
     if left_out:
         raise LeaseError(
@@ -196,18 +192,6 @@ def _open_page(args: Namespace, service: Any, client: Any) -> Any:
     ask = status_by(client)
     source = NodeSource("", lambda address: ask(address) if address else service.status())
     return open_page(args.dashboard, source)
-
-
-def _watch_standby(args: Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
-    """While `start` waits for another scheduler to end: report it once, and end the wait at `stop`."""
-    is_reported = False
-    while not started.wait(0.1):
-        if service.waiting.is_set() and not is_reported:
-            is_reported = True
-            print_result(args, {"standby": True}, f"standing by for {args.state}")
-        if stop.is_set():
-            service.stop()
-            return
 
 
 def _job(args: Namespace) -> None:

@@ -9,6 +9,7 @@ others that wait at that time.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -78,7 +79,8 @@ class SchedulerService:
         wait_s: How long `start` waits for a provider of the dataset.
         rediscover_s: Interval at which providers are looked up.
         publishers: Peer ids; a dataset is only scheduled if one of them signed it. Without any all are.
-        standby: `start` waits until the scheduler that runs on the state directory stops or dies.
+        standby: `start` waits until the scheduler that runs on the state directory stops or dies; called once it waits.
+        stopping: Ends the waits of `start`.
         packing, documents, split, validation_fraction: Which samples are leased, as of the Loader.
         settings: Further fields of `JobSpec`: epochs, seed, lease_s, stall_s, steal_s, max_failures.
     """
@@ -86,21 +88,21 @@ class SchedulerService:
     def __init__(
         self, identity: Identity, name: str, discovery: Discovery, client: Client, state_dir: str | Path,
         host: str = "127.0.0.1", port: int = 0, *, dataset_id: str = "", seq_len: int = 1024, wait_s: float = 30.0,
-        rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
+        rediscover_s: float = 5.0, standby: Callable[[], object] | None = None, publishers: Collection[str] = (),
         limits: ServerLimits = LIMITS, from_urls: FromUrls = "", packing: str = "concat", split: str | None = None,
-        documents: DocumentSubset | None = None, validation_fraction: float = 0.0, **settings: Any,
+        documents: DocumentSubset | None = None, validation_fraction: float = 0.0,
+        stopping: threading.Event | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         identity.check_role("scheduler", "scheduler", name)
         self.name = name
         self.identity = identity
         self.state_dir = Path(state_dir)
-        self.waiting = threading.Event()
         self._discovery = discovery
         self._wait_s = wait_s
         self._rediscover_s = rediscover_s
         self._standby = standby
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._stopping = stopping or threading.Event()
         origin = PeerOrigin(
             identity, name, client, dataset_id or None, discovery, publishers=publishers, from_urls=from_urls,
         )  # fmt: skip
@@ -185,15 +187,16 @@ class SchedulerService:
 
     def _lock_state(self) -> Lock | None:
         """The lock of the state directory; None if stopped while waiting for it."""
-        while True:
-            try:
+        try:
+            return lock_state(self.state_dir)
+        except StateError:
+            if self._standby is None:
+                raise
+        self._standby()
+        while not self._stopping.wait(0.05):
+            with contextlib.suppress(StateError):
                 return lock_state(self.state_dir)
-            except StateError:
-                if not self._standby:
-                    raise
-            self.waiting.set()
-            if self._stopping.wait(0.05):
-                return None
+        return None
 
     def _read_journal(self) -> Journal:
         catalog = self._catalog
