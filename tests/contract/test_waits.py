@@ -130,25 +130,25 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
     assert len(lines()) == 1
 
 
-def scheduler(at, home):
+def scheduler(address, home):
     identity = Identity.load(home)
-    client = SchedulerClient(identity, Client(identity), "x", None, at, 1e9)
+    client = SchedulerClient(identity, Client(identity), "x", None, address, 1e9)
     return client.read_job, client.stop.set
 
 
-def member(at, home):
-    member = Membership(at, patience_s=1e9)
+def member(address, home):
+    member = Membership(address, patience_s=1e9)
     return member.join, lambda: setattr(member, "closed", True)
 
 
-def dht(at, home):
+def dht(address, home):
     stop = threading.Event()
-    return lambda: wait_for_bootstrap([parse_address(at)], 1e9, stop), stop.set
+    return lambda: wait_for_bootstrap([parse_address(address)], 1e9, stop), stop.set
 
 
-def lock(at, home):
-    held = acquire(home / "lock")
-    return lambda: acquire(home / "lock").release(), held.release
+def lock(address, home):
+    pending = acquire(home / "lock")
+    return lambda: acquire(home / "lock").release(), pending.release
 
 
 NODES = [
@@ -158,7 +158,7 @@ NODES = [
     (member, "silent", "an answer of coordinator"),
     (member, "alone", "other workers: 1 joined, the run waits for 2"),
     (dht, "refused", "a bootstrap node of the DHT; asked .*refused"),
-    (lambda at, home: (lambda: renew_at(at, home), dict), "silent", "admission at .*: no response yet"),
+    (lambda address, home: (lambda: renew_at(address, home), dict), "silent", "admission at .*: no response yet"),
     (lock, "", "the lock .*lock, which process PID on .* has"),
 ]
 
@@ -170,17 +170,17 @@ def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node: Cal
     monkeypatch.setattr(scheduler_client, "STOPPING_S", 0)
     line = line.replace("PID", str(os.getpid()))
 
-    def told() -> list[str]:
+    def reported() -> list[str]:
         return [text for text in caplog.messages if re.match(f"waiting for {line}", text)]
 
     def is_told():
         for wait in list(retry._waits.all.values()):
             wait.began -= 3 * bool(re.match(line, wait.what()))
-        return told()
+        return reported()
 
     with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as run, socket.create_server(("", 0)) as listener:
-        at = run.address if fault == "alone" else f"127.0.0.1:{listener.getsockname()[1]}"
-        call, end = node(at, make_network(tmp_path, ["node"], [])["node"])
+        address = run.address if fault == "alone" else f"127.0.0.1:{listener.getsockname()[1]}"
+        call, end = node(address, make_network(tmp_path, ["node"], [])["node"])
         if fault == "refused":
             listener.close()
         with ThreadPoolExecutor(1) as pool:
@@ -189,7 +189,7 @@ def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node: Cal
             listener.close()
             end()
             assert waiting.exception() is None or isinstance(waiting.exception(), ForebayError)
-    assert len(told()) == 1
+    assert len(reported()) == 1
 
 
 def test_a_status_says_why_a_job_cannot_go_on(tmp_path, monkeypatch, caplog, capsys):
@@ -201,6 +201,9 @@ def test_a_status_says_why_a_job_cannot_go_on(tmp_path, monkeypatch, caplog, cap
         assert status["healthy"] == (not code)
         return code, status["faults"]
 
+    for url in ("forebay://test/a/b", "forebay://test/a?id=beef"):
+        assert main(["inspect", url, "--identity", str(home)]) == 2
+    assert re.search("NETWORK/NAME(.|\n)*64 hex digits", capsys.readouterr().err)
     datasets = [open_dataset(tmp_path / "d")]
     with pytest.raises(UsageError, match=f"got d and d of one id, {datasets[0].id}"):
         DataNode(Identity.load(home), 2 * datasets, "127.0.0.1", 0, None)

@@ -27,8 +27,8 @@ def run(program: str, *arguments: object, cwd: Path | None = None) -> str:
 
 
 def launched(directory: Path, kind: str, **settings: str) -> list[Path]:
-    given = {"image": "train:1"} if "image" in KINDS[kind].settings else {}
-    return write(directory, render(kind, given | settings, COMMAND))
+    required = {"image": "train:1"} if "image" in KINDS[kind].settings else {}
+    return write(directory, render(kind, required | settings, COMMAND))
 
 
 def test_the_dockerfile():

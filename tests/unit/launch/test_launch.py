@@ -58,8 +58,8 @@ def test_no_placeholder_is_left(kind: str):
     required = {key: "train:1" for key, setting in KINDS[kind].settings.items() if setting.default is None}
     for text in [*render(kind, required, ["python", "train.py"]).values(), *KINDS[kind].next_steps]:
         assert not re.search(r"<[a-z_ -]+>|replace|example|todo|your[ -]|change.?me", text, re.I)
-    if required:
-        with pytest.raises(UsageError, match=r"expected image \(.*Give --set image=VALUE"):
+    for key in required:
+        with pytest.raises(UsageError, match=f"expected {key} .*Give --set {key}=VALUE"):
             render(kind, {}, ["python", "train.py"])
 
 

@@ -12,20 +12,12 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import UsageError
 from forebay.network import peer_dataset
 from forebay.network.access import AccessPolicy
 from forebay.network.client import RemoteError
 from forebay.storage.origins import open_remote
-from support.nodes import NAME, Network, make_dataset, make_network
+from support.nodes import NAME, Network, make_dataset
 from support.waiting import until
-
-
-@pytest.mark.parametrize("name, expected", [("a/b", "NETWORK/NAME"), ("a?id=beef", "64 hex digits")])
-def test_an_address_that_names_no_dataset(tmp_path, name: str, expected: str):
-    home = make_network(tmp_path, ["node"], [])["node"]
-    with pytest.raises(UsageError, match=f"expected .*{expected}"):
-        open_remote(f"forebay://test/{name}", identity=home)
 
 
 def extend(parent: Dataset, directory: Path, name: str) -> Dataset:
