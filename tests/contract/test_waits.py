@@ -97,6 +97,7 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
         """The pause between two tries: the line comes within the first one."""
         if not lines():
             await_line()
+        server.faults.requests_per_s = 0.0
         clock.skipped += seconds
 
     def end():
