@@ -10,17 +10,16 @@ Cost: 350 bytes per slice for the table of hashes (90 MB for 250,000 slices).
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from fastapi.concurrency import run_in_threadpool
 
-from forebay.dataset.manifest import SliceInfo
+from forebay.dataset.manifest import MANIFEST_FILE, SliceInfo
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, ForebayError, UsageError
@@ -28,14 +27,10 @@ from forebay.files import open_below
 from forebay.network.access import AccessPolicy
 from forebay.network.app import (
     ApiError,
-    JsonResponse,
     Metric,
-    Request,
-    Response,
     Source,
     counter,
     gauge,
-    peer_of,
 )
 from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits
@@ -66,21 +61,18 @@ class DataNode(SliceServer):
         self, identity: Identity, datasets: Sequence[Dataset], host: str, port: int, discovery: Discovery | None,
         ttl_s: float = 60.0, *, limits: ServerLimits | None = None, access: AccessPolicy | None = None,
     ) -> None:  # fmt: skip
-        if len({dataset.id for dataset in datasets}) != len(datasets):
-            names = sorted(dataset.name for dataset in datasets)
-            raise UsageError(f"serve: expected each dataset once, got one twice among {names}. Serve it once.")
+        ids = [dataset.id for dataset in datasets]
+        if twice := [dataset for dataset in datasets if ids.count(dataset.id) > 1]:
+            names = " and ".join(dataset.name for dataset in twice if dataset.id == twice[0].id)
+            raise UsageError(f"serve: expected each dataset once, got {names} of one id, {twice[0].id}. Serve one.")
         if not ttl_s > 0:
             raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
         identity.check_role("serve", "data", *(dataset.name for dataset in datasets))
         super().__init__("Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits)
-        self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
         self.datasets = list(datasets)
         self._access = access or AccessPolicy()
         self._slices: dict[str, tuple[SliceFile, ...]] = {}
         self._local: dict[str, tuple[Dataset, VerifiedChunks]] = {}  # by dataset id
-        self._lock = threading.Lock()
-        self._sent: dict[str, int] = {}
-        self._started_at = time.time()
 
     def start(self) -> None:
         """Serve and announce, in background threads.
@@ -122,25 +114,10 @@ class DataNode(SliceServer):
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def status(self) -> dict[str, Any]:
-        """Return what the node serves and has sent: the response of `GET /v1/status`."""
-        with self._lock:
-            sent = dict(sorted(self._sent.items()))
-        return {
-            "peer_id": self.identity.peer_id,
-            "name": self.identity.name,
-            "address": self.address,
-            "datasets": [{"name": d.name, "id": d.id, "slices": d.num_slices} for d in self.datasets],
-            "bytes_sent": sum(sent.values()),
-            "peers": sent,
-            "connections": self._server.num_connections,
-            "refused_connections": self._server.refused_connections,
-            "announcements": self._announcements,
-            "announce_error": self._announce_error,
-            "swarms": self.tracker.status(),
-            "draining": self._server.draining,
-            "up_s": round(time.time() - self._started_at, 3),
-        }
+    def _find_faults(self) -> list[str]:
+        lost = [d.name for d in self.datasets if d.is_local and not (d.path / MANIFEST_FILE).is_file()]
+        text = f"files of datasets: those of {', '.join(lost)} are gone; restore them, or restart without them"
+        return [*super()._find_faults(), *([text] if lost else [])]
 
     def metrics(self) -> Iterable[Metric]:
         with self._lock:
@@ -156,12 +133,6 @@ class DataNode(SliceServer):
             gauge("forebay_datasets", "Datasets announced.", len(self.datasets)),
             gauge("forebay_slices", "Slices served.", len(self._slices)),
         ]
-
-    def _count(self, peer: Peer, num_bytes: int) -> None:
-        with self._lock:
-            if peer.peer_id not in self._sent:
-                log.info("first bytes: peer_id=%s name=%s", peer.peer_id, peer.name)
-            self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
     def find_slice(self, sha256: str) -> Sequence[SliceFile]:
         return [file for file in self._slices.get(sha256, ()) if file.path.is_file()]
@@ -214,15 +185,6 @@ class DataNode(SliceServer):
                 if dataset.is_local:
                     sign_again(self.identity, dataset.path)
         super()._announce()
-
-    async def _read_status(self, request: Request) -> Response:
-        status, scope = self.status(), peer_of(request).scope
-        status["datasets"] = [dataset for dataset in status["datasets"] if scope.includes(dataset["name"])]
-        if not scope.allows("viewer"):
-            status["peers"] = {}
-            ids = {dataset["id"] for dataset in status["datasets"]}
-            status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
-        return JsonResponse(status)
 
 
 def _leaves(dataset: Dataset, row: SliceInfo) -> bytes:

@@ -34,7 +34,7 @@ from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.addresses import is_bucket
 from forebay.storage.base import PathOrigin, as_object_origin, head_object, read_small
-from forebay.storage.locks import try_acquire
+from forebay.storage.locks import acquire_now
 from forebay.storage.origins import RemoteDataset, fetch_object, open_origin
 from forebay.storage.store import Store, open_store
 
@@ -90,11 +90,9 @@ def _open_target(url: str | Path) -> Iterator[_Target]:
     store = open_store(url if "://" in str(url) else Path(url).absolute())
     try:
         parts = store.directory(_PARTS)
-        lock = try_acquire(parts / "lock")
+        lock = acquire_now(parts / "lock", f"mirror: {store.url}")
     except OSError as error:
         raise UsageError(f"mirror: cannot write to {store.url}: {error}. Choose another directory.") from error
-    if lock is None:
-        raise UsageError(f"mirror: another mirror writes to {store.url}. Wait for it to end.")
     try:
         store.remove_stale()
         yield _Target(store, parts)

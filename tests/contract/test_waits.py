@@ -1,19 +1,40 @@
 """A server that refuses, is busy or is silent: every way to its bytes says so once, while it waits."""
 
+import json
+import os
 import re
+import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from forebay import Loader, SharedShardedDatasetManager, TextStream
 from forebay.cli import main
-from forebay.errors import ForebayError
+from forebay.coordinator.messages import Rules
+from forebay.coordinator.server import Coordinator
+from forebay.coordinator.store import RunStore
+from forebay.data_node import DataNode
+from forebay.dataset.reader import open_dataset
+from forebay.errors import ForebayError, NetworkError, StateError, UsageError
+from forebay.lease import scheduler_client
+from forebay.lease.scheduler_client import SchedulerClient
+from forebay.network.client import Client
+from forebay.network.dht import wait_for_bootstrap
+from forebay.network.join import renew_at
+from forebay.network.pki.identity import Identity
 from forebay.storage import base, retry
+from forebay.storage.hosts import parse_address
 from forebay.storage.hub import find_repo
+from forebay.storage.locks import acquire
 from forebay.storage.store import open_store
+from forebay.worker.membership import Membership
 from support.feeding import make_dataset
+from support.nodes import make_network
 from support.origin_server import OriginServer
 from support.waiting import until
 
@@ -36,7 +57,10 @@ CALLS = {
     "hub": lambda *_: find_repo("dataset", "a/b"),
     "store": lambda *_: open_store("s3://bucket/d").read("manifest.json"),
 }
-REASONS = {"refused": "refused|error sending request", "busy": "503", "silent": "no response yet"}
+REASONS = {
+    "refused": "refused|error sending request", "unknown": "not known|error sending request|resolve", "busy": "503",
+    "silent": "no response yet",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -73,6 +97,7 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
         """The pause between two tries: the line comes within the first one."""
         if not lines():
             await_line()
+        server.faults.requests_per_s = 0.0
         clock.skipped += seconds
 
     def end():
@@ -87,15 +112,116 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
     monkeypatch.setattr(base, "time", clock)
     if fault == "refused":
         server.close()
+    url = server.url
+    if fault == "unknown":
+        url = "http://no-such-host.invalid"
+        for name in (*server.s3_environment, "HF_ENDPOINT"):
+            monkeypatch.setenv(name, os.environ[name].replace(server.url, url))
     server.faults.black_hole, server.faults.requests_per_s = fault == "silent", 1e-9 * (fault == "busy")
     ending = threading.Thread(target=end)
     ending.start()
     try:
         if way in CALLS:
-            CALLS[way](server.url, tmp_path)
+            CALLS[way](url, tmp_path)
         else:
-            assert (main(COMMANDS[way].format(url=server.url, here=tmp_path).split()) == 0) == (fault == "busy")
+            assert (main(COMMANDS[way].format(url=url, here=tmp_path).split()) == 0) == (fault == "busy")
     except ForebayError:
         assert fault != "busy" or way in ("shards", "hub")  # Which are not there.
     ending.join()
     assert len(lines()) == 1
+
+
+def scheduler(address, home):
+    identity = Identity.load(home)
+    client = SchedulerClient(identity, Client(identity), "x", None, address, 1e9)
+    return client.read_job, client.stop.set
+
+
+def member(address, home):
+    member = Membership(address, patience_s=1e9)
+    return member.join, lambda: setattr(member, "closed", True)
+
+
+def dht(address, home):
+    stop = threading.Event()
+    return lambda: wait_for_bootstrap([parse_address(address)], 1e9, stop), stop.set
+
+
+def lock(address, home):
+    pending = acquire(home / "lock")
+    return lambda: acquire(home / "lock").release(), pending.release
+
+
+NODES = [
+    (scheduler, "refused", "the scheduler of 'x': .*refused"),
+    (scheduler, "silent", "the scheduler of 'x': .* has not answered yet"),
+    (member, "refused", "coordinator .*refused"),
+    (member, "silent", "an answer of coordinator"),
+    (member, "alone", "other workers: 1 joined, the run waits for 2"),
+    (dht, "refused", "a bootstrap node of the DHT; asked .*refused"),
+    (lambda address, home: (lambda: renew_at(address, home), dict), "silent", "admission at .*: no response yet"),
+    (lock, "", "the lock .*lock, which process PID on .* has"),
+]
+
+
+@pytest.mark.parametrize("node, fault, line", NODES)
+def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node: Callable[..., Any], fault: str, line: str):
+    monkeypatch.setattr(retry, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(retry, "EVERY_S", 1e9)
+    monkeypatch.setattr(scheduler_client, "STOPPING_S", 0)
+    line = line.replace("PID", str(os.getpid()))
+
+    def reported() -> list[str]:
+        return [text for text in caplog.messages if re.match(f"waiting for {line}", text)]
+
+    def is_told():
+        for wait in list(retry._waits.all.values()):
+            wait.began -= 3 * bool(re.match(line, wait.what()))
+        return reported()
+
+    with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as run, socket.create_server(("", 0)) as listener:
+        address = run.address if fault == "alone" else f"127.0.0.1:{listener.getsockname()[1]}"
+        call, end = node(address, make_network(tmp_path, ["node"], [])["node"])
+        if fault == "refused":
+            listener.close()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(call)
+            until(is_told)
+            listener.close()
+            end()
+            assert waiting.exception() is None or isinstance(waiting.exception(), ForebayError)
+    assert len(reported()) == 1
+
+
+def test_a_status_says_why_a_job_cannot_go_on(tmp_path, monkeypatch, caplog, capsys):
+    make_dataset(tmp_path / "d", 1, 4, 8)
+    home = make_network(tmp_path, ["node"], [])["node"]
+
+    def read(*words: str) -> tuple[int, list[str]]:
+        code, status = main(["status", *words, "--json"]), json.loads(capsys.readouterr().out)
+        assert status["healthy"] == (not code)
+        return code, status["faults"]
+
+    for url in ("forebay://test/a/b", "forebay://test/a?id=beef"):
+        assert main(["inspect", url, "--identity", str(home)]) == 2
+    assert re.search("NETWORK/NAME(.|\n)*64 hex digits", capsys.readouterr().err)
+    datasets = [open_dataset(tmp_path / "d")]
+    with pytest.raises(UsageError, match=f"got d and d of one id, {datasets[0].id}"):
+        DataNode(Identity.load(home), 2 * datasets, "127.0.0.1", 0, None)
+    with DataNode(Identity.load(home), datasets, "127.0.0.1", 0, None) as node:
+        words = node.address, "--identity", str(home)
+        assert read(*words) == (0, [])
+        (tmp_path / "d").rename(tmp_path / "moved")
+        code, (fault,) = read(*words)
+        assert code and "files of datasets: those of d are gone" in fault and read(*words, "--probe")[0] == 0
+        assert main(["status", *words]) and fault in capsys.readouterr().out
+        until(lambda: f"waiting for {fault}" in caplog.text)
+
+    def fail(*_: object):
+        raise StateError("database or disk is full")
+
+    with Coordinator("127.0.0.1", 0) as coordinator:
+        monkeypatch.setattr(RunStore, "save", fail)
+        with pytest.raises(NetworkError, match="503"):
+            Membership(coordinator.address, patience_s=0).join()
+        assert read(f"http://{coordinator.address}") == (1, ["the disk: database or disk is full"])

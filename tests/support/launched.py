@@ -11,7 +11,7 @@ HOSTILE = [
 
 def manifest(settings: dict[str, str], command: list[str]) -> tuple[dict, dict]:
     """Return an indexed Job and its container, after the checks that hold for all."""
-    (text,) = render("kubernetes", settings, command).values()
+    (text,) = render("kubernetes", {"image": "train:1"} | settings, command).values()
     service, indexed = yaml.safe_load_all(text)
     spec = indexed["spec"]
     assert (service["kind"], indexed["kind"], spec["completionMode"]) == ("Service", "Job", "Indexed")

@@ -1,6 +1,7 @@
 """Mirrors: to directories and buckets, by ranges, under faults."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_what_cannot_be_is_refused_first(source: Path, tmp_path, monkeypatch):
 
     def copy_beside(num_bytes):
         if not refused:
-            with pytest.raises(UsageError, match="another mirror") as error:
+            with pytest.raises(UsageError, match=f"process {os.getpid()} on") as error:
                 copy(source, tmp_path / "copy")
             refused.append(error.value)
 

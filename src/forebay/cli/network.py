@@ -62,8 +62,7 @@ def _network_join(args: Namespace) -> None:
                 f"join: cannot read the token: {getattr(error, 'strerror', 'not UTF-8')}. Give --token the file "
                 "that has it."
             ) from None
-        with log_while_waiting(log, lambda: "an answer of the admission server that the token names"):
-            identity = join_by_token(text.strip(), args.directories[0], args.name)
+        identity = join_by_token(text.strip(), args.directories[0], args.name)
     else:
         if len(args.directories) != 2:
             raise UsageError("join: expected the directories of network and node, or --token FILE and that of the node")
@@ -125,8 +124,7 @@ def _network_renew(args: Namespace) -> None:
     if len(args.directories) != (2 if args.issuer is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --issuer HOST:PORT and one")
     if args.issuer is not None:
-        with log_while_waiting(log, lambda: f"an answer of the admission server at {args.issuer}"):
-            identity = renew_at(args.issuer, args.directories[0], until=math.inf)
+        identity = renew_at(args.issuer, args.directories[0], until=math.inf)
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."

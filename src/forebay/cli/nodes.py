@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import sys
-import threading
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
@@ -42,7 +41,6 @@ from forebay.cli.running import (
 from forebay.errors import LeaseError, UsageError, did_you_mean
 from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
-from forebay.threads import SupervisedThread
 from forebay.toml import parse_settings
 
 
@@ -57,7 +55,7 @@ def _status(args: Namespace) -> bool:
         print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
         return False
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
-    is_healthy = not status.get("draining") and (args.probe or not status.get("unserved"))
+    is_healthy = not status.get("draining") and (args.probe or not status.get("faults"))
     if args.json:  # Also for probes, which repeat this every few seconds: the view imports much.
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
     else:
@@ -89,11 +87,10 @@ def _serve(args: Namespace) -> None:
     from forebay.storage.origins import open_remote
 
     access = AccessPolicy(args.access) if args.access is not None else None
-    with log_while_waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
-        datasets = [
-            open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
-            for path in args.datasets
-        ]
+    datasets = [
+        open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
+        for path in args.datasets
+    ]
     limits, stop = (
         parse_limits(ServerLimits(upload_bytes_per_s=args.upload_limit or math.inf), args.limit),
         stop_event(),
@@ -155,21 +152,20 @@ def _schedule(args: Namespace) -> None:
         if "exclude" in subset:
             make = partial(DocumentSubset.from_file, str(subset.pop("exclude")))
         samples["documents"] = make(**subset)
-    stop, started = stop_event(), threading.Event()
+    stop = stop_event()
+    standby = partial(print_result, args, {"standby": True}, f"standing by for {args.state}")
     with joined_network(args, stop) as (identity, discovery):
         host, port = listening_address(args, discovery)
         client = Client(identity)
         service = SchedulerService(
             identity, args.name, discovery, client, args.state, host, port, dataset_id=args.id or "",
-            seq_len=args.seq_len, wait_s=args.timeout, standby=args.standby, publishers=args.publisher, limits=limits,
-            from_urls=args.from_urls or "", epochs=args.epochs, seed=args.seed,
-            lease_s=args.lease_timeout, stall_s=args.idle_timeout,
+            seq_len=args.seq_len, wait_s=args.timeout, standby=standby if args.standby else None, stopping=stop,
+            publishers=args.publisher, limits=limits, from_urls=args.from_urls or "", epochs=args.epochs,
+            seed=args.seed, lease_s=args.lease_timeout, stall_s=args.idle_timeout,
             max_failures=args.max_failures, **samples,
         )  # fmt: skip
         try:
-            SupervisedThread(lambda: _watch_standby(args, service, stop, started), "standby", stopping=started).start()
             service.start()
-            started.set()
             if stop.is_set():
                 return
             ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
@@ -177,24 +173,11 @@ def _schedule(args: Namespace) -> None:
             until_stopped(stop, service.is_over if args.exit_when_done else None, identity)
             left_out = service.left_out() if args.exit_when_done else ""
         finally:
-            started.set()
             service.stop()
     if left_out:
         raise LeaseError(
             f"{left_out}. Find out why workers could not read them, then run the missing samples as another job."
         )
-
-
-def _watch_standby(args: Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
-    """While `start` waits for another scheduler to end: report it once, and end the wait at `stop`."""
-    is_reported = False
-    while not started.wait(0.1):
-        if service.waiting.is_set() and not is_reported:
-            is_reported = True
-            print_result(args, {"standby": True}, f"standing by for {args.state}")
-        if stop.is_set():
-            service.stop()
-            return
 
 
 def _job(args: Namespace) -> None:

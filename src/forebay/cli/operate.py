@@ -216,8 +216,8 @@ def _launch(args: Namespace) -> None:
             raise UsageError(f"launch: --set: expected KEY=VALUE, such as name=train, got {text!r}.")
         values[key] = value
     paths = write(args.directory, render(args.kind, values, args.command))
-    name = values.get("name", KINDS[args.kind].settings["name"].default)
-    steps = [step.format(out=shlex.quote(str(args.directory)), name=name) for step in KINDS[args.kind].next_steps]
+    filled = {key: setting.default for key, setting in KINDS[args.kind].settings.items()} | values
+    steps = [step.format(out=shlex.quote(str(args.directory)), **filled) for step in KINDS[args.kind].next_steps]
     files = list(map(str, paths))
     print_result(args, {"files": files, "next": steps}, *files, *(f"next: {step}" for step in steps))
 
@@ -226,7 +226,8 @@ def _settings() -> str:
     lines = []
     for kind, about in KINDS.items():
         lines += ["", f"settings of {kind}:"]
-        lines += [f"  {f'{key}={item.default}':<34}{item.about}" for key, item in about.settings.items()]
+        defaults = {key: f"{key}={item.default or ''}" for key, item in about.settings.items()}
+        lines += [f"  {defaults[key]:<34}{item.about}" for key, item in about.settings.items()]
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ Cost: a connection or two and a waiting task for each worker; one fsync for each
 """
 
 import asyncio
-import logging
+import contextlib
 import secrets
 import time
 from collections import deque
@@ -56,7 +56,6 @@ _SUMMARIES = {
     "heartbeat": "Alive: {changing} says whether to stop at the next boundary.",
     "leave": "Leave the run.",
 }
-log = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -107,7 +106,16 @@ class Coordinator:
             from forebay.network.dht import LibtorrentDht
 
             self._discovery = LibtorrentDht("", 0, identity.bootstrap)
-        self._server = Server(self._app(), identity, host, port, limits=limits, discovery=self._discovery)
+        self._fault = ""
+        self._server = Server(
+            self._app(),
+            identity,
+            host,
+            port,
+            limits=limits,
+            discovery=self._discovery,
+            faults=lambda: [self._fault] if self._fault else [],
+        )
         self._server.add_task("coordinator clock", self._run_ticks)
 
     @property
@@ -170,6 +178,7 @@ class Coordinator:
             "run_id": self.run_id, "up_s": round(now - self._started_at, 3), "min_workers": self.rules.min_workers,
             "generation": generation_reply(state, self.run_id), "changing": state.changing, "step": state.reached,
             "done": state.done, "members": members, "config": dict(state.config), "gaps": self._open().gaps(),
+            "faults": self._server.find_faults(),
         }  # fmt: skip
 
     def _metrics(self) -> list[Metric]:
@@ -206,7 +215,12 @@ class Coordinator:
         logged = [action for action in actions if not isinstance(action, Refuse)]
         is_moved = before.members.keys() != state.members.keys()
         if logged or is_moved or not isinstance(event, messages.PollChange | messages.Disconnect | messages.Tick):
-            self._open().save(state, logged, self.run_id)
+            try:
+                self._open().save(state, logged, self.run_id)
+            except StateError as error:
+                self._fault = f"the disk: {error}"
+                raise
+            self._fault = ""
         self._state = state
         for action in actions:
             if isinstance(action, messages.LogLine):
@@ -235,19 +249,13 @@ class Coordinator:
             self._unwritten.append(event)
 
     async def _run_ticks(self) -> None:
-        fault = ""
         while True:
             await asyncio.sleep(TICK_S)
-            try:
+            with contextlib.suppress(StateError):  # the next tick tries again
                 while self._unwritten:
                     self._apply(self._unwritten[0])
                     self._unwritten.popleft()
                 self._apply(messages.Tick(self._find_revoked()))
-                fault = ""
-            except StateError as error:  # the next tick tries again
-                if str(error) != fault:
-                    log.error("%s", error)
-                fault = str(error)
 
     def _find_revoked(self) -> list[str]:
         """The ids of the workers whose certificates are revoked."""

@@ -22,6 +22,7 @@ from forebay.coordinator import messages
 from forebay.coordinator.messages import STATE_VERSION, Action, Formed, Gap, LogLine, Rules, RunState, Stepped
 from forebay.errors import StateError
 from forebay.machine import own_directory
+from forebay.storage.locks import locked_error
 
 ROSTER_NAME = "roster.sqlite"
 _SCHEMA = """
@@ -68,9 +69,10 @@ class RunStore:
             self._database.execute("BEGIN IMMEDIATE")
             self._database.execute("COMMIT")
         except sqlite3.DatabaseError as error:
+            if self.path is not None and error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise locked_error(self.path, f"coordinator's state {self.path}", StateError) from error
             raise StateError(
-                f"coordinator's state: cannot open {self.path}: {error}. Is another coordinator running on it? "
-                "Otherwise choose another --state directory."
+                f"coordinator's state: cannot open {self.path}: {error}. Choose another --state directory."
             ) from error
         self._written = ""
 

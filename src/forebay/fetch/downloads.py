@@ -22,7 +22,7 @@ from forebay.fetch.engine import RunFetcher
 from forebay.fetch.transfers import RUN_BYTES, FileTransfer, map_path_of
 from forebay.files import commit_files
 from forebay.storage.base import Origin, PinnedOrigin, Timeouts, as_object_origin, head_object
-from forebay.storage.locks import try_acquire
+from forebay.storage.locks import acquire_now
 from forebay.storage.origins import open_origin
 
 MAX_WORKERS = 32
@@ -109,10 +109,7 @@ def download_large_file(
     folder = Path(tmp_dir or path.parent)
     for directory in (folder, path.parent):
         directory.mkdir(parents=True, exist_ok=True)
-    lock = try_acquire(folder / f".{path.name}.lock")
-    if lock is None:
-        raise UsageError(f"{path}: another process downloads it. Wait for it to end.")
-    with lock:
+    with acquire_now(folder / f".{path.name}.lock", str(path)) as lock:
         meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
         key = hashlib.blake2b(f"{meta.bytes} {meta.etag}".encode(), digest_size=6).hexdigest()
         part = folder / f".{path.name}.{key}.part"

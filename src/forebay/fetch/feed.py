@@ -85,7 +85,7 @@ class ChunkFeed:
         self._plans: deque[PlanNeeds] = deque()
         self._running: dict[ChunkRun, tuple[ChunkGroup, I64]] = {}  # fetches
         self._errors: dict[tuple[int, int], tuple[Exception, float]] = {}  # by key and chunk; when it failed
-        self._no_room, self._num_verified = "", 1  # Steps whose local chunks are verified at once: more each time.
+        self.no_room, self._num_verified = "", 1  # Steps whose local chunks are verified at once: more each time.
         self._stuck_since: tuple[PlanNeeds, float] | None = None
         self._finalizers: dict[str, weakref.finalize[[], ChunkFeed]] = {}
         self._cache: ChunkCache | None = None
@@ -244,7 +244,7 @@ class ChunkFeed:
             if self._stuck_since is None or self._stuck_since[0] is not plan:
                 self._stuck_since = plan, now
             if now - self._stuck_since[1] > _STUCK_S:
-                raise UsageError(f"cache: a step's chunks found no space in {_STUCK_S:.0f} s: {self._no_room}")
+                raise UsageError(f"cache: a step's chunks found no space in {_STUCK_S:.0f} s: {self.no_room}")
             self._changed.wait(_POLL_S)
 
     def release(self, plan: PlanNeeds) -> None:
@@ -408,7 +408,7 @@ class ChunkFeed:
 
     def _fetch_now(self, plan: PlanNeeds, missing: Sequence[tuple[ChunkGroup, I64]]) -> bool:
         """Start to fetch what a step of a plan waits for; False if there is no space for it, and none will come."""
-        self._no_room = ""
+        self.no_room = ""
         for group, chunks in missing:
             if len(self._running) >= self._max_running:
                 break
@@ -423,7 +423,7 @@ class ChunkFeed:
 
     def _start_fetches(self) -> None:
         """Start to fetch what is needed next, as far as connections and space allow."""
-        self._no_room = ""
+        self.no_room = ""
         for plan in self._plans:
             while plan.position < len(plan.todo):
                 if len(self._running) >= self._max_running:
@@ -464,8 +464,8 @@ class ChunkFeed:
             cache.verify(entry, chunks)
         dataset, index = self.find(group.key)
         fetcher, providers = self._open_fetcher()
-        claimed, self._no_room = cache.claim(entry, chunks)
-        if self._no_room:
+        claimed, self.no_room = cache.claim(entry, chunks)
+        if self.no_room:
             return False
         limit = max(1, MAX_REQUEST_BYTES // entry.chunk_bytes)
         for neighbours in consecutive_runs(claimed) if len(claimed) else ():
@@ -527,5 +527,5 @@ class ChunkFeed:
             first = self.chunks.row(missing[0][0].key).name if missing else "none"
             return (
                 f"{sum(len(chunks) for _, chunks in missing)} chunks of {len(missing)} slices, the first of {first}; "
-                f"{len(self._running)} fetches are running. {self._no_room or fault}"
+                f"{len(self._running)} fetches are running. {self.no_room or fault}"
             )

@@ -40,7 +40,7 @@ from forebay.formats.conversion import (
 from forebay.formats.sources import verify_table
 from forebay.formats.tables import contains, is_bytes
 from forebay.machine import own_directory
-from forebay.storage.locks import try_acquire
+from forebay.storage.locks import acquire_now
 from forebay.storage.origins import object_state, open_origin
 from forebay.storage.remote_path import RemotePath
 from forebay.storage.store import BucketStore
@@ -247,10 +247,7 @@ def write_to_bucket(
 def stage_beside(out: Path) -> Iterator[Path]:
     """A directory beside an output, locked for the time of the block; what killed runs left is removed, or restored."""
     stage = own_directory(out.parent / f".{out.name}.converting")
-    lock = try_acquire(stage / ".lock")
-    if lock is None:
-        raise UsageError(f"{out}: expected no other conversion to it, got one that runs. Wait for it, or name another.")
-    with lock:
+    with acquire_now(stage / ".lock", str(out)):
         for stale in stage.iterdir():
             if stale.name != ".lock":
                 remove_path(stale)

@@ -18,9 +18,9 @@ from forebay.files import atomic_write
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of a kind of files: its default, what its value must match, and its description."""
+    """A setting of a kind of files: its default (None: it is required), what it must match, and its description."""
 
-    default: str
+    default: str | None
     pattern: str
     about: str
 
@@ -63,16 +63,19 @@ def render(kind: str, values: Mapping[str, str], command: Sequence[str]) -> dict
         raise UsageError(f"launch {kind}: expected a command, got none. Give one behind --, such as -- python train.py")
     if any(re.search("[\0\ud800-\udfff]", word) for word in command):
         raise UsageError(f"launch {kind}: expected a command of text, got a NUL byte or bytes that are not UTF-8.")
+    filled = {key: setting.default for key, setting in settings.items()} | dict(values)
+    if missing := [key for key, value in filled.items() if value is None]:
+        about = settings[missing[0]].about
+        raise UsageError(f"launch {kind}: expected {missing[0]} ({about}), got none. Give --set {missing[0]}=VALUE.")
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"yaml": quote_yaml, "shell": shlex.quote, "unit": quote_unit}
-    filled = {key: values.get(key, setting.default) for key, setting in settings.items()}
     templates = sorted((files("forebay.launch") / "templates" / kind).iterdir(), key=lambda file: file.name)
     texts = {}
     for template in templates:
         text = environment.from_string(template.read_text("utf-8")).render(filled, command=command)
-        texts[template.name.replace("NAME", filled["name"])] = text
+        texts[template.name.replace("NAME", str(filled["name"]))] = text
     return texts
 
 

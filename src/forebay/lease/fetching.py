@@ -155,7 +155,7 @@ class LeaseFetches:
         self.faults = defaultdict[str, dict[str, NetworkError | None]](dict)
         self._num_misses = 0
         self._not_before = 0.0
-        self._starved_at: float | None = None
+        self.starved_at: float | None = None
 
     def update(self) -> None:
         """Fetch the slices of new leases, and forget those of leases that ended: after each exchange, and later."""
@@ -265,10 +265,10 @@ class LeaseFetches:
             is_starved = not is_fed and (is_unserved or is_missed)
             reason = "; ".join(filter(None, (state.reason, state.fault)))
         if not is_starved:
-            self._starved_at = None
-        elif self._starved_at is None:
-            self._starved_at = now
-        elif now - self._starved_at > self.job.patience_s and (error is not None or is_unserved):
+            self.starved_at = None
+        elif self.starved_at is None:
+            self.starved_at = now
+        elif now - self.starved_at > self.job.patience_s and (error is not None or is_unserved):
             if error is None or isinstance(error, NetworkError):
                 error = NetworkError(
                     f"worker: expected slices to use, got none for {self.job.patience_s:g} s: {reason.rstrip('.')}. "

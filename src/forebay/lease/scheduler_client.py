@@ -83,6 +83,10 @@ class SchedulerClient:
         address = self._address
         return [] if address is None else [address]
 
+    def describe_wait(self) -> str:
+        """Return why the scheduler does not answer, for a log line."""
+        return f"{self._subject}: {self._reason}"
+
     def _post(self, address: str, body: dict[str, Any]) -> dict[str, Any]:
         self.attempt += 1
         self._reason = f"{address} has not answered yet"
@@ -97,7 +101,7 @@ class SchedulerClient:
         stopped_at = time.monotonic()
         deadline = stopped_at + patience_s
         tried = 0
-        with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
+        with log_while_waiting(log, self.describe_wait):
             while True:
                 tried = tried + 1
                 retry_after_s = 0.0

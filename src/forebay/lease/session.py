@@ -30,12 +30,14 @@ from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachable
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
 from forebay.network.audit import open_audit_log
+from forebay.network.messages import REVOKED
 from forebay.network.revocation_sync import TrustWatch
 from forebay.storage.locks import Lock, try_acquire
 from forebay.swarm.share import SliceShare
 from forebay.threads import SupervisedThread
 
 STATS_INTERVAL_S = 2.0
+FAULT_S = 10.0  # without work or a reply: its status is not healthy
 STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
@@ -96,7 +98,7 @@ class LeaseSession(Closing):
                 stack.callback(self._share.close, STOPPING_S)
             self._resources = stack.pop_all()
         self._failure: Exception | None = None
-        self._is_unreachable = self._is_closed = False
+        self._is_refused = self._is_closed = False
         self._replied_at = time.monotonic()
         self._reports_all = True  # the next request says all that is cached, not only what changed
         job.scheduler.stop = threading.Event()
@@ -116,7 +118,7 @@ class LeaseSession(Closing):
         self._thread.stop()
         self._thread.join()
         try:
-            if not self._is_unreachable:
+            if not self._is_refused:
                 with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
                     while self.leases.leases:
                         self._exchange(STOPPING_S, last=True)
@@ -145,13 +147,13 @@ class LeaseSession(Closing):
                 self._exchange()
                 self.fetches.update()
         except SchedulerUnreachableError as error:
-            self._is_unreachable = True
+            self._is_refused = True
             self._failure = None if self.job.scheduler.stop.is_set() else error
         except Exception as error:
             is_transient = time.monotonic() - self._replied_at < self.job.patience_s
             if is_transient and not isinstance(error, ForebayError):
                 raise  # logged, and run again after a wait: a missing descriptor does not end the work
-            self._failure = error
+            self._failure, self._is_refused = error, getattr(error, "code", "") == REVOKED
         self.leases.close()
 
     def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
@@ -192,8 +194,22 @@ class LeaseSession(Closing):
         # The scheduler's network is the one in which others must reach this worker.
         others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
         return SliceShare(
-            self.job.identity, self.cache, self.index.sizes, share, upload_bytes_per_s, towards=next(iter(others), "")
+            self.job.identity,
+            self.cache,
+            self.index.sizes,
+            share,
+            upload_bytes_per_s,
+            towards=next(iter(others), ""),
+            find_waits=self._find_waits,
         )
+
+    def _find_waits(self) -> list[str]:
+        """Return what kept this worker from its job for FAULT_S or longer."""
+        late = time.monotonic() - FAULT_S
+        if self._replied_at < late:
+            return [self.job.scheduler.describe_wait()]
+        with self.leases.locked() as state:
+            return [state.describe_wait()] if (self.fetches.starved_at or late) < late else []
 
 
 def _lock_session(path: Path) -> tuple[str, int, Lock] | None:

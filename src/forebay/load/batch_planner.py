@@ -6,6 +6,7 @@ computed at once. A batch is then one gather; no Python code runs per sample. A 
 read it, or come after these.
 """
 
+import logging
 import time
 from bisect import bisect_right
 from collections import deque
@@ -26,7 +27,9 @@ from forebay.load.samples import SampleIndex
 from forebay.load.slices import RemovedError, SliceReader
 from forebay.load.tokens import TokenCollator
 from forebay.order.footprint import FIRST_REQUEST_BYTES, MAX_REQUEST_BYTES
+from forebay.storage.retry import log_while_waiting
 
+_log = logging.getLogger("forebay")
 PLAN_SAMPLES = 8192
 _PLANS_AHEAD = 3  # With a cache, so many plans at least are ahead.
 _SLOW_S = 1e-3  # A batch that took longer may have waited for the disk: its page faults are counted.
@@ -95,7 +98,8 @@ class BatchPlanner:
             plan = self._current = self._queue.popleft()
             start = 0
             while start < len(plan.steps):
-                stop = self._open_block(plan, start)
+                with log_while_waiting(_log, lambda: self._slices.no_room):
+                    stop = self._open_block(plan, start)
                 if stop == start:
                     break  # No space for it: a smaller one follows.
                 yield from self._block(plan, start, stop)

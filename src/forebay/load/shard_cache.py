@@ -79,7 +79,7 @@ class ShardCache(Closing):
         self._plan = partial(plan_download, chunk_size=chunk_size, max_workers=max_workers)
         self.origin = as_object_origin(open_origin(url, timeouts=Timeouts.within(timeout_s)))
         self.cache, self._here = ChunkCache(folder, 1 << 62), PathOrigin(folder)
-        self.fetched_bytes, self.fetch_s = 0, 0.0
+        self.fetched_bytes, self.fetch_s, self.reason = 0, 0.0, ""
         self.is_training = False  # Beside a training loop, which threads would slow down.
         self._layouts: dict[ShardInfo, ShardInfo] = {}
 
@@ -213,6 +213,7 @@ class ShardCache(Closing):
         while not (entry.is_lost() or entry.is_complete()):
             entry.verify(chunks)
             claimed, reason = self.cache.claim(entry, chunks)
+            self.reason = "" if len(claimed) else "; another process fetches it"
             if reason:
                 raise UsageError(f"{part.name}: {reason} Free space; what was received is kept and resumed.")
             try:
@@ -252,9 +253,12 @@ class ShardFetch:
     def wait(self, timeout_s: float) -> ShardDataset:
         """Wait until the shard is complete. Raises the error of an attempt that is final, or ends after `timeout_s`."""
         self._deadline = time.monotonic() + timeout_s
-        with log_while_waiting(
-            log, lambda: f"shard {self.index}: {self.received} of {self.total} bytes received{self._error}"
-        ):
+
+        def describe() -> str:
+            reason = self._error or self._shards.reason
+            return f"shard {self.index}: {self.received} of {self.total} bytes received{reason}"
+
+        with log_while_waiting(log, describe):
             return self.result.result()
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from urllib3.util import SKIP_HEADER
 
 from forebay.closing import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError, printable
+from forebay.network.messages import REVOKED
 from forebay.network.peer import Peer
 from forebay.network.tracing import client_span
 from forebay.storage import connections
@@ -337,6 +338,8 @@ def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:
         message = printable(str(body["message"]), 1000)
     except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
+    if code == REVOKED:
+        message += ". Ask the issuer of the certificate why"
     wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0
     return RemoteError(
         f"{request.what}: refused with {response.status} {code}: {message}",

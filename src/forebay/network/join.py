@@ -186,14 +186,16 @@ def _post(
     if node_dir is not None:
         context.load_cert_chain(node_dir / "node-cert.pem", node_dir / "node-key.pem")
     parse_address(address)
+    answer = "no response yet"
     with (
         Client(None, context=context, read_peer=certificates.peer_of) as client,
-        log_while_waiting(log, lambda: f"admission at {address}, which is busy"),
+        log_while_waiting(log, lambda: f"admission at {address}: {answer}"),
     ):
         for tried in itertools.count(1):
             try:
                 return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]
             except (RemoteError, ConnectionLostError) as error:
+                answer = str(error)
                 is_busy = isinstance(error, ConnectionLostError) or error.status in (429, 503)
                 wait_s = backoff_s(tried, FIRST_RETRY_S, MAX_RETRY_S, getattr(error, "wait_s", 0.0))
                 if not is_busy or time.time() + wait_s >= until:

@@ -5,6 +5,7 @@ Each peer is a source of its own, so that the fastest is asked first, and a liar
 
 import hashlib
 import os
+import re
 import threading
 import time
 import weakref
@@ -68,6 +69,8 @@ class PeerOrigin(Origin):
 
     def __post_init__(self) -> None:
         self.url = f"forebay://{quote(self.identity.network_name, safe='')}/{quote(self.name)}"
+        if self.id is not None and not re.fullmatch("[0-9a-f]{64}", self.id):
+            raise UsageError(f"{self.url}: expected an id of 64 hex digits, got {self.id!r}. See `forebay find`.")
         if self.from_urls not in get_args(FromUrls):
             raise UsageError(f"from_urls: expected '', 'public' or 'any', got {self.from_urls!r}.")
         self._lock = threading.Lock()
@@ -233,8 +236,10 @@ def open_peers(
     parts = urlsplit(full_url(url))
     network = unquote(parts.netloc)
     name = unquote(parts.path.strip("/"))
-    if not network or not name:
-        raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {printable_url(url)!r}. Name both.")
+    if not network or not name or "/" in name:
+        raise UsageError(
+            f"open an origin: expected forebay://NETWORK/NAME, got {printable_url(url)!r}. Write these two."
+        )
     query = parse_qs(parts.query)
     ids = set(query.get("id", ())) | ({dataset_id} if dataset_id else set())
     if query.keys() - {"publisher", "id"} or len(ids) > 1:

@@ -7,7 +7,6 @@ highest serial applies. A reader stores that serial in publications.json of its 
 older versions, unless its user names the dataset id.
 """
 
-import fcntl
 import json
 import time
 from collections.abc import Collection, Sequence
@@ -25,6 +24,7 @@ from forebay.network.client import Client
 from forebay.network.discovery import Claim
 from forebay.network.pki.certificates import der_of, parsing, pem_of, verify_certificate
 from forebay.network.pki.identity import Identity, verify
+from forebay.storage.locks import acquire
 
 SIGNATURE_NAME = "manifest.sig.json"
 SEEN_NAME = "publications.json"
@@ -215,8 +215,7 @@ def _update_serials(identity: Identity, publications: Collection[Publication]) -
     path = identity.node_dir / SEEN_NAME
     newest: dict[tuple[str, str], int] = {}
     try:
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # against other processes of the node
+        with acquire(path.with_suffix(".lock")):  # against other processes of the node
             before = _SERIALS.validate_json(path.read_bytes()) if path.exists() else {}
             seen = dict(before)
             for publication in publications:

@@ -34,6 +34,7 @@ from forebay.network.server_connections import PeerProtocol, ServerCore
 from forebay.network.tls import SocketTransport, handshake
 from forebay.storage.hosts import join_address
 from forebay.storage.locks import at_fork
+from forebay.storage.retry import log_while_waiting
 from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, SupervisedThread
 
 BACKLOG = 1024
@@ -53,6 +54,8 @@ class Server(Closing):
         on_bytes: Called in the server's thread for each piece of a file that was sent.
         tls: Without an identity: TLS with this context, otherwise plain HTTP.
         discovery, peers: Find nodes that serve CRLs: see `TrustWatch`.
+        faults: Returns why this process cannot do its job now, each as `WHAT: why; what to do`; they are logged while
+            they last.
     """
 
     app: FastAPI
@@ -64,6 +67,7 @@ class Server(Closing):
     tls: ssl.SSLContext | None = None
     discovery: Discovery | None = None
     peers: Callable[[], Sequence[str]] = tuple
+    faults: Callable[[], Sequence[str]] = tuple
 
     def __post_init__(self) -> None:
         self._core = ServerCore(self.app, self.identity, self.limits or ServerLimits(), self.on_bytes, self.host)
@@ -82,6 +86,12 @@ class Server(Closing):
     @property
     def draining(self) -> bool:
         return self._core.is_draining
+
+    def find_faults(self) -> list[str]:
+        """Return the faults of this process, and of its certificate."""
+        own = self.identity.refusal(self.identity.as_peer) if self.identity is not None else None
+        own_faults = [f"a valid certificate: {own}; renew it (forebay network renew) or join again"] if own else []
+        return [*own_faults, *self.faults()]
 
     @property
     def num_connections(self) -> int:
@@ -164,7 +174,8 @@ class Server(Closing):
         self._accepting = tasks[0]
         ready.set()
         try:
-            await self._stop.wait()
+            with log_while_waiting(log, lambda: " | ".join(self.find_faults())):
+                await self._stop.wait()
             core.is_draining = True
             self._close_listener()
         finally:

@@ -92,7 +92,7 @@ def job_view(status: Row, nodes: Rows) -> View:
         fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
     aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], sum(fetched.values())
-    notes = [status["unserved"]] if status["unserved"] else []
+    notes = list(status["faults"])
     if status["num_workers"] and not workers:
         notes.append("its workers and events are shown to the roles viewer and admin")
     notes += [f"{num_left_out:,} samples of slices set aside were not used"] if num_left_out else []
@@ -173,9 +173,9 @@ def node_row(status: Row, bytes_per_s: float | None) -> dict[str, Any]:
 
 def node_view(status: Row, bytes_per_s: float | None) -> View:
     """A data node by itself."""
-    row, fault, swarms = node_row(status, bytes_per_s), status["announce_error"], status["swarms"]
+    row, swarms = node_row(status, bytes_per_s), status["swarms"]
     return make_view(
-        "node", row["name"], row["state"], message=f"not announced: {fault}" if fault else "",
+        "node", row["name"], row["state"], message="; ".join(status["faults"]),
         figures={
             "sent": (row["bytes_sent"], "B"), "connections": row["connections"], "up": (status["up_s"], "s"),
             "throughput": None if bytes_per_s is None else (bytes_per_s, "B/s"),
@@ -208,7 +208,8 @@ def run_view(status: Row, steps_per_s: float | None) -> View:
     ]  # fmt: skip
     return make_view(
         "run", f"run {status['run_id']}", state,
-        message=f"waiting for {waiting_for} more workers" if not generation and waiting_for > 0 else "",
+        message="; ".join(status["faults"])
+        or (f"waiting for {waiting_for} more workers" if not generation and waiting_for > 0 else ""),
         progress=last and {
             "done": status["step"], "total": last, "unit": "steps",
             "eta_s": (last - status["step"]) / steps_per_s if steps_per_s else None,

@@ -7,6 +7,7 @@ from environment variables and are never written. A description is a TOML file: 
 
 import hashlib
 import json
+import logging
 import os
 import re
 import time
@@ -26,9 +27,11 @@ from forebay.files import atomic_write, remove_stale
 from forebay.prepare.settings import Count, Number, Settings, field_types
 from forebay.storage.base import Patience, PermanentError, Timeouts, TransientError
 from forebay.storage.http import WebOrigin, retry_delay_s
-from forebay.storage.locks import try_acquire
+from forebay.storage.locks import acquire_now
+from forebay.storage.retry import log_while_waiting
 from forebay.toml import read_toml
 
+log = logging.getLogger("forebay.prepare")
 MAX_PAGE_BYTES = 64 << 20
 MAX_SEEN = 2_000_000  # Ids that are remembered to skip repeated items, 8 bytes each and the set's own: about 150 MB.
 MAX_TRIES = 8  # of a page; then the run ends and can be resumed
@@ -129,10 +132,7 @@ def acquire(
     spec, folder = read_spec(spec_path), Path(folder)
     path = folder / "items.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    lock = try_acquire(folder / "lock")
-    if lock is None:
-        raise UsageError(f"{folder}: another run downloads into it. Wait for it, or name another folder.")
-    with lock, path.open("ab") as file:
+    with acquire_now(folder / "lock", str(folder)), path.open("ab") as file:
         remove_stale(folder)
         progress = _read_progress(folder / "cursor.json", spec)
         if progress.done:
@@ -245,7 +245,8 @@ class _Client:
 
     def _request(self, cursor: str) -> object:
         spec = self._spec
-        time.sleep(max(0.0, self._not_before - time.time()))
+        with log_while_waiting(log, lambda: f"{self._origin.url}: its limit of requests"):
+            time.sleep(max(0.0, self._not_before - time.time()))
         self._not_before = time.time() + 1 / spec.requests_per_s
         parameters = {**self._parameters, **({spec.next_parameter: cursor} if cursor else {})}
         query = urllib.parse.urlencode(parameters)

@@ -33,7 +33,7 @@ from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
-from forebay.storage.locks import Lock, try_acquire
+from forebay.storage.locks import Lock, holder, try_acquire
 
 LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
@@ -261,8 +261,8 @@ def lock_state(state_dir: Path) -> Lock:
         raise StateError(f"state {state_dir}: cannot lock it: {error}. Is it a local disk?") from error
     if lock is None:
         raise StateError(
-            f"state {state_dir}: another process runs a scheduler on it. Stop it, wait for its end with --standby, "
-            "or choose another --state directory."
+            f"state {state_dir}: {holder(state_dir / LOCK_NAME)} runs a scheduler on it. Stop it, wait for its end "
+            "with --standby, or choose another --state directory."
         )
     return lock
 

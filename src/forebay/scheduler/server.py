@@ -9,6 +9,7 @@ others that wait at that time.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -78,7 +79,8 @@ class SchedulerService:
         wait_s: How long `start` waits for a provider of the dataset.
         rediscover_s: Interval at which providers are looked up.
         publishers: Peer ids; a dataset is only scheduled if one of them signed it. Without any all are.
-        standby: `start` waits until the scheduler that runs on the state directory stops or dies.
+        standby: `start` waits until the scheduler that runs on the state directory stops or dies; called once it waits.
+        stopping: Ends the waits of `start`.
         packing, documents, split, validation_fraction: Which samples are leased, as of the Loader.
         settings: Further fields of `JobSpec`: epochs, seed, lease_s, stall_s, steal_s, max_failures.
     """
@@ -86,21 +88,21 @@ class SchedulerService:
     def __init__(
         self, identity: Identity, name: str, discovery: Discovery, client: Client, state_dir: str | Path,
         host: str = "127.0.0.1", port: int = 0, *, dataset_id: str = "", seq_len: int = 1024, wait_s: float = 30.0,
-        rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
+        rediscover_s: float = 5.0, standby: Callable[[], object] | None = None, publishers: Collection[str] = (),
         limits: ServerLimits = LIMITS, from_urls: FromUrls = "", packing: str = "concat", split: str | None = None,
-        documents: DocumentSubset | None = None, validation_fraction: float = 0.0, **settings: Any,
+        documents: DocumentSubset | None = None, validation_fraction: float = 0.0,
+        stopping: threading.Event | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         identity.check_role("scheduler", "scheduler", name)
         self.name = name
         self.identity = identity
         self.state_dir = Path(state_dir)
-        self.waiting = threading.Event()
         self._discovery = discovery
         self._wait_s = wait_s
         self._rediscover_s = rediscover_s
         self._standby = standby
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._stopping = stopping or threading.Event()
         origin = PeerOrigin(
             identity, name, client, dataset_id or None, discovery, publishers=publishers, from_urls=from_urls,
         )  # fmt: skip
@@ -112,6 +114,7 @@ class SchedulerService:
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
         self._num_exchanges = 0
+        self._dht_fault = self._disk_fault = ""
         self._core_s = 0.0
         self._over_from = 0.0
         self._trust_stamp: object = None
@@ -121,7 +124,7 @@ class SchedulerService:
         self._disk = ThreadPoolExecutor(1)  # its own: the loop's threads may all wait for a data node that hangs
         self._server = Server(
             self._app(), identity, host, port, limits=limits, discovery=discovery,
-            peers=lambda: [claim.address for claim in self._catalog.claims],
+            peers=lambda: [claim.address for claim in self._catalog.claims], faults=self._find_faults,
         )  # fmt: skip
         self._server.add_task("scheduler expiry", self._run_expiry)
         self._server.add_task("scheduler discovery", self._run_discovery)
@@ -184,15 +187,16 @@ class SchedulerService:
 
     def _lock_state(self) -> Lock | None:
         """The lock of the state directory; None if stopped while waiting for it."""
-        while True:
-            try:
+        try:
+            return lock_state(self.state_dir)
+        except StateError:
+            if self._standby is None:
+                raise
+        self._standby()
+        while not self._stopping.wait(0.05):
+            with contextlib.suppress(StateError):
                 return lock_state(self.state_dir)
-            except StateError:
-                if not self._standby:
-                    raise
-            self.waiting.set()
-            if self._stopping.wait(0.05):
-                return None
+        return None
 
     def _read_journal(self) -> Journal:
         catalog = self._catalog
@@ -240,17 +244,24 @@ class SchedulerService:
             try:
                 await asyncio.to_thread(self._announce)
                 await asyncio.to_thread(self._catalog.refresh)
+                self._dht_fault = ""
             except NetworkError as error:
-                log.warning("scheduler %s: looking for providers failed: %s", self.name, error)
+                self._dht_fault = f"the DHT: {error}"
             with self._lock:
-                was_unserved = self._unserved()
-                self._add_origins()
                 unserved = self._unserved()
-            if bool(was_unserved) != bool(unserved):
-                log.warning("scheduler %s: %s", self.name, unserved or f"data nodes serve {self.name!r} again")
+                self._add_origins()
+                is_over = unserved and not self._unserved()
+            if is_over:
+                log.warning("scheduler %s: data nodes serve %r again", self.name, self.name)
 
     def _unserved(self) -> str:
         return self._journal.core.unserved(time.monotonic())
+
+    def _find_faults(self) -> list[str]:
+        with self._lock:
+            unserved = self._unserved()
+        unserved = unserved and f"data nodes: {unserved}; start one (forebay serve)"
+        return list(filter(None, (unserved, self._dht_fault, self._disk_fault)))
 
     async def _run_expiry(self) -> None:
         interval_s = min(1.0, self._catalog.spec.lease_s / 4)
@@ -271,7 +282,7 @@ class SchedulerService:
                 for event in await self._change(self._expire):
                     log.info("%s", event)
             except (LedgerError, StateError) as error:
-                log.error("scheduler %s: %s", self.name, error)
+                self._disk_fault = f"the disk: {error}"
 
     def _expire(self, core: SchedulerCore) -> list[Event]:
         revocations = self.identity.revocations
@@ -317,7 +328,12 @@ class SchedulerService:
 
     async def _write(self, journal: Journal) -> None:
         await asyncio.sleep(GATHER_S)
-        await asyncio.get_running_loop().run_in_executor(self._disk, journal.write)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._disk, journal.write)
+            self._disk_fault = ""
+        except LedgerError as error:
+            self._disk_fault = f"the disk: {error}"
+            raise
 
     async def _change(self, change: Callable[[SchedulerCore], list[Event]]) -> list[Event]:
         """Change the core; its events are on disk when this returns."""
@@ -434,11 +450,12 @@ class SchedulerService:
 
     def status(self) -> JsonObject:
         """The progress of the job; samples count over all epochs."""
+        faults = self._server.find_faults()
         with self._lock:
             journal = self._journal
             return status.full_status(
                 journal.core, self._activity, self._catalog, journal.ledger.next_seq, time.monotonic()
-            )
+            ) | {"faults": faults}
 
     def _metrics(self) -> list[Metric]:
         return status.metrics(self._job_status(), len(self._activity.workers), self._num_exchanges, self._core_s)

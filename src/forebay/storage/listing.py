@@ -1,8 +1,8 @@
 """The files below a folder: `list_files` yields each one, or the reason why it is left out.
 
 Hides: links, loops of links, hidden and special files, and files that only describe a dataset beside them. A link is
-followed if its target is below the folder; others only on request. Files of /proc, /sys and /dev are never inputs: a
-corpus would otherwise hold the keys in a process's environment.
+followed if its target is below the folder; others only on request. Files of /proc, /sys and /dev (but for
+/dev/shm) are never inputs: a corpus would otherwise hold the keys in a process's environment.
 """
 
 import errno
@@ -73,7 +73,7 @@ def list_files(folder: Path, *, follow_links: bool = False, leave_out: Path | No
             else:
                 yield Skipped(entry.path, f"cannot be read: {error.strerror or error}", "failed", -1)
             continue
-        if f"{target}/".startswith(_SYSTEM):
+        if f"{target}/".startswith(_SYSTEM) and not target.startswith("/dev/shm/"):
             reason = "a file of the operating system"
         elif is_hidden(entry.name):
             reason = "hidden"

@@ -5,10 +5,18 @@ starts, and calls `after_fork` of the objects that registered with `at_fork`.
 """
 
 import fcntl
+import logging
 import os
+import socket
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from forebay.errors import ForebayError, UsageError
+from forebay.storage.retry import log_while_waiting
+
+log = logging.getLogger("forebay")
 
 
 class Lock:
@@ -42,9 +50,37 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def acquire(path: Path) -> Lock:
     """Wait for a lock and acquire it. The file is created if absent."""
-    lock = _lock_file(path, fcntl.LOCK_EX, os.O_CREAT)
+    if (lock := try_acquire(path)) is None:
+        with log_while_waiting(log, lambda: f"the lock {path}, which {holder(path)} has"):
+            lock = _lock_file(path, fcntl.LOCK_EX, os.O_CREAT)
     assert lock is not None
     return lock
+
+
+def acquire_now(path: Path, what: str) -> Lock:
+    """Acquire a lock; raise UsageError if this or another process has it."""
+    if (lock := try_acquire(path)) is None:
+        raise locked_error(path, what)
+    return lock
+
+
+def locked_error(path: Path, what: str, fault: type[ForebayError] = UsageError) -> ForebayError:
+    """Return the error of `what`, which another process writes."""
+    return fault(f"{what}: {holder(path)} writes it. Wait for its end, or name another.")
+
+
+def holder(path: Path) -> str:
+    """Return which process has a file locked, for messages.
+
+    The kernel names only processes of this machine and container.
+    """
+    with suppress(OSError):
+        stat = path.stat()
+        name = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            if name in (fields := line.split()) and "->" not in fields:
+                return f"process {fields[-4]} on {socket.gethostname()}"
+    return "another process"
 
 
 def try_acquire(path: Path) -> Lock | None:

@@ -50,7 +50,7 @@ from forebay.storage.buckets import BucketOrigin, is_missing, shared_bucket
 from forebay.storage.digests import ReadDigest
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
-from forebay.storage.locks import at_fork, try_acquire
+from forebay.storage.locks import at_fork, holder, try_acquire
 from forebay.storage.origins import open_origin
 from forebay.storage.retry import log_while_waiting
 
@@ -300,8 +300,9 @@ class RemoteFolder:
         if resumes and path.exists() and path.stat().st_size == size:
             return
         with (
-            log_while_waiting(log, lambda: f"{file.url}: {path.stat().st_size:,} of {size:,} bytes"),
             _connection(path.parent),
+            path.open("ab"),  # it has a size
+            log_while_waiting(log, lambda: f"{file.url}: {path.stat().st_size:,} of {size:,} bytes"),
         ):
             _ask(file.url, attempt, of_file)
 
@@ -325,14 +326,12 @@ def _overload() -> Iterator[None]:
 @contextmanager
 def _connection(folder: Path) -> Iterator[None]:
     """Wait for one of the connections that all processes of a run share."""
-    while True:
-        for index in range(MAX_CONNECTIONS):
-            lock = try_acquire(folder / f"connection-{index}.lock")
-            if lock is not None:
-                with lock:
-                    yield
-                return
-        time.sleep(0.1)
+    paths = [folder / f"connection-{index}.lock" for index in range(MAX_CONNECTIONS)]
+    with log_while_waiting(log, lambda: f"a connection of the run; {holder(paths[0])} has one"):
+        while (lock := next(filter(None, map(try_acquire, paths)), None)) is None:
+            time.sleep(0.1)
+    with lock:
+        yield
 
 
 class BlockCache:

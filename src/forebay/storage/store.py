@@ -44,7 +44,7 @@ from forebay.maps import map_file
 from forebay.storage.addresses import BucketAddress, bucket_address, is_bucket, is_url, join_url
 from forebay.storage.base import read_whole
 from forebay.storage.buckets import NOT_PARTIAL, PartsBucket, PatientBucket, shared_bucket
-from forebay.storage.locks import Lock
+from forebay.storage.locks import Lock, locked_error
 
 _PIECE = 8 << 20
 _MAX_PARTS, _UPLOADS = 9000, 4  # of an object, of which buckets accept 10,000; and at once
@@ -100,7 +100,7 @@ class FolderStore:
             try:
                 fcntl.flock(lock.descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise UsageError(f"another run writes to {folder}. Wait for it, or name another directory.") from error
+                raise locked_error(folder, str(folder)) from error
             yield
 
     def child(self, name: str) -> "FolderStore":

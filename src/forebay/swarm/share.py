@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -176,7 +176,20 @@ class SliceServer(ABC):
         self._hashing = asyncio.Lock()  # others wait here, and not in the few threads
         with _app_lock:
             self._app = _make_app(title, self)
-        self._server = Server(self._app, identity, host, port, limits=limits, on_bytes=self._count, discovery=discovery)
+            self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
+        self._server = Server(
+            self._app,
+            identity,
+            host,
+            port,
+            limits=limits,
+            on_bytes=self._count,
+            discovery=discovery,
+            faults=self._find_faults,
+        )
+        self._lock = threading.Lock()
+        self._sent: dict[str, int] = {}
+        self._started_at = time.time()
         self._announcer = SupervisedThread(self._keep_announced, "announce", stopping=self._stopping)
 
     @property
@@ -264,9 +277,53 @@ class SliceServer(ABC):
             gauge("forebay_announce_failing", about, float(bool(self._announce_error))),
         ]
 
-    @abstractmethod
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of slices and files sent."""
+        with self._lock:
+            return sum(self._sent.values())
+
+    def _find_faults(self) -> list[str]:
+        return [f"the DHT: announcing failed for {self._announce_error}"] if self._announce_error else []
+
+    def status(self) -> dict[str, Any]:
+        """Return what is served and was sent: the response of `GET /v1/status`."""
+        with self._lock:
+            sent = dict(sorted(self._sent.items()))
+        shared = [item for item in self._shared.values() if not item.is_earlier]
+        return {
+            "peer_id": self.identity.peer_id,
+            "name": self.identity.name,
+            "address": self.address,
+            "datasets": [{"name": item.name, "id": item.dataset_id, "slices": item.num_slices} for item in shared],
+            "bytes_sent": sum(sent.values()),
+            "peers": sent,
+            "connections": self._server.num_connections,
+            "refused_connections": self._server.refused_connections,
+            "announcements": self._announcements,
+            "faults": self._server.find_faults(),
+            "swarms": self.tracker.status(),
+            "draining": self._server.draining,
+            "up_s": round(time.time() - self._started_at, 3),
+        }
+
+    async def _read_status(self, request: Request) -> Response:
+        status, scope = self.status(), peer_of(request).scope
+        datasets = [dataset for dataset in status["datasets"] if scope.includes(dataset["name"])]
+        if len(datasets) < len(status["datasets"]):  # the details may name the others
+            status["faults"] = [fault.partition(":")[0] for fault in status["faults"]]
+        status["datasets"] = datasets
+        if not scope.allows("viewer"):
+            status["peers"] = {}
+            ids = {dataset["id"] for dataset in datasets}
+            status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
+        return JsonResponse(status)
+
     def _count(self, peer: Peer, num_bytes: int) -> None:
-        """Count bytes of slices and files sent to a peer."""
+        with self._lock:
+            if peer.peer_id not in self._sent:
+                log.info("first bytes: peer_id=%s name=%s", peer.peer_id, peer.name)
+            self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
     def _keep_announced(self) -> None:
         while True:
@@ -310,12 +367,15 @@ class SliceShare(SliceServer, Closing):
             add to it. A peer whose certificate does not cover the name is refused.
         listen: `HOST:PORT`; port 0: any; no host: every address of this machine.
         towards: The `host:port` of another member, which reaches this host where it is named; "": at `host`.
+        find_waits: Returns what its worker waits for, which is logged elsewhere; faults of its status.
     """
 
     def __init__(
         self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str, int]], listen: str,
         upload_bytes_per_s: float | None = None, *, discovery: Discovery | None = None, towards: str = "",
+        find_waits: Callable[[], list[str]] = list,
     ) -> None:  # fmt: skip
+        self._find_waits = find_waits
         host, _, port = listen.rpartition(":")
         if port != "0":
             parse_address(listen if host else f"0.0.0.0{listen}")
@@ -326,11 +386,14 @@ class SliceShare(SliceServer, Closing):
         )  # fmt: skip
         self.session = secrets.token_hex(8)  # which process of its node this is, in a swarm
         self.slices = slices
-        self.bytes_sent = 0  # of slices and files
         self._index = index
         self._pid = os.getpid()
         self._server.start()
         self._announcer.start()
+
+    def status(self) -> dict[str, Any]:
+        status = super().status()
+        return {**status, "faults": status["faults"] + self._find_waits()}
 
     def add(self, shared: SharedDataset) -> None:
         """Announce a dataset, track its swarm, and serve its small files; its slices must be in `slices`."""
@@ -353,9 +416,6 @@ class SliceShare(SliceServer, Closing):
     async def read_leaves(self, file: SliceFile) -> bytes:
         stored = self._index.stored_leaves(file.path.name) if isinstance(self._index, ChunkCache) else None
         return stored or await super().read_leaves(file)
-
-    def _count(self, peer: Peer, num_bytes: int) -> None:
-        self.bytes_sent += num_bytes
 
 
 hash_once = lru_cache(maxsize=2048)(hash_slice)  # some 64 MB

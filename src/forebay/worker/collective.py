@@ -12,6 +12,7 @@ coordinator's workers train over ordinary networks; on one machine's GPUs DDP is
 import contextlib
 import importlib.util
 import io
+import logging
 import os
 import re
 import time
@@ -20,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from forebay.errors import NetworkError, UsageError, install_command
+from forebay.storage.retry import log_while_waiting
 from forebay.worker.membership_state import Generation
 from forebay.worker.trainer import PeerLostError
 
@@ -29,6 +31,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 import torch.distributed as dist
 
+log = logging.getLogger("forebay.worker")
 WAIT_S = 1.0  # of one request for a value at the coordinator
 MAX_POSITION_BYTES = 64 << 20  # of a rank's places in the data
 MAX_STATE_RATIO = 8  # of an optimizer's state to the model's bytes; Adam's is 2
@@ -112,11 +115,13 @@ class Collective:
     @contextlib.contextmanager
     def _losing(self, what: str) -> Any:
         """PeerLostError for any error of the group, which is closed, so that the other ranks' calls fail, too."""
+        generation = self.generation
+        others = f"generation {generation.number}, of which not all {generation.world_size} ranks have {what} yet"
         try:
-            yield
+            with log_while_waiting(log, lambda: others):
+                yield
         except (RuntimeError, ValueError) as error:
             self.close()
-            generation = self.generation
             raise PeerLostError(
                 f"collective: generation {generation.number}, rank {generation.rank} of {generation.world_size}: "
                 f"a rank was lost as ranks {what}: {_reason(error)}. "

@@ -11,6 +11,7 @@ membership.leave(finished=True)
 """
 
 import base64
+import logging
 import secrets
 import socket
 import threading
@@ -24,6 +25,7 @@ from forebay.coordinator.messages import ANSWER_S
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client
 from forebay.storage.hosts import parse_address
+from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 from forebay.worker.membership_state import (
     Generation,
@@ -37,6 +39,8 @@ from forebay.worker.membership_state import (
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
+
+log = logging.getLogger("forebay.worker")
 
 
 class Membership(MembershipState):
@@ -79,7 +83,7 @@ class Membership(MembershipState):
 
         CoordinatorUnreachableError after `patience_s` without an answer.
         """
-        return self._drive(self.agreeing())
+        return self._await(self.agreeing())
 
     def join(self) -> Generation:
         """Join the run; returns when a generation with this worker starts, once enough workers have joined.
@@ -90,7 +94,7 @@ class Membership(MembershipState):
         """
         if self._heartbeats is not None:
             self._heartbeats.stop()  # they end with their session
-        generation = self._drive(self.joining())
+        generation = self._await(self.joining())
         beats = SupervisedThread(lambda: self._drive(self.heartbeats()), "membership heartbeats")
         self._heartbeats = beats.start()
         return generation
@@ -111,7 +115,7 @@ class Membership(MembershipState):
             MembershipLostError: If this worker was expelled: its steps since do not count. Call `join` again.
             CoordinatorUnreachableError: After `patience_s` without an answer, where one is needed.
         """
-        return self._drive(self.crossing(step, stop=stop, broken=broken, holds=holds))
+        return self._await(self.crossing(step, stop=stop, broken=broken, holds=holds))
 
     def meet(self, rank: int, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
         """Set a value for the ranks of this generation; with None wait for it up to `wait_s`. From any thread.
@@ -140,7 +144,7 @@ class Membership(MembershipState):
             self._closing.set()
         if self.session:
             try:
-                self._drive(self.leaving(finished=finished))
+                self._await(self.leaving(finished=finished))
             except (NetworkError, MembershipLostError) as error:
                 self.on_note(f"could not tell the coordinator that this worker leaves: {error}")
         self.closed = True
@@ -149,6 +153,10 @@ class Membership(MembershipState):
             self._heartbeats.stop()
             self._heartbeats.join(2.0)
         self._client.close()
+
+    def _await(self, operation: Operation[T]) -> T:
+        with log_while_waiting(log, lambda: self.awaited):
+            return self._drive(operation)
 
     def _drive(self, operation: Operation[T]) -> T:
         resume: Callable[[], Request | Pause] = partial(next, operation)

@@ -124,6 +124,7 @@ class MembershipState:
         self.config: dict[str, Any] = {}  # the settings of the run, after `agree`
         self._generation: Generation | None = None  # None before `join`
         self.session = ""
+        self.awaited = ""  # by the operation that runs, for a log line
         self.closed = False  # it has left; active operations end
         self.settings = {**self.settings, "lockstep": self.lockstep}
         self._weights = (self.step, self.samples)  # what this worker's weights were trained for
@@ -172,12 +173,11 @@ class MembershipState:
         self._run_to = 0
         body = {**self._me(), "step": self._weights[0], "samples": self._weights[1]}
         now = self.clock()
-        noted = ""
-        wait_s = FIRST_WAIT_S
+        wait_s, awaited = FIRST_WAIT_S, ""
         ask_until = {"duplicate": now + NOTICE_S, "unsure": now + self._heartbeat_s + 2 * self._lost_s}
         while True:
             try:
-                answer = yield from self._call("/v1/members/join", {**body, "wait_s": wait_s}, wait_s)
+                answer = yield from self._call("/v1/members/join", {**body, "wait_s": wait_s}, wait_s, awaited)
             except RemoteError as error:
                 if self.clock() < ask_until.get(error.code, 0.0) and not self.closed:
                     yield Pause(0.5)
@@ -189,10 +189,7 @@ class MembershipState:
                 raise
             if "generation" in answer:
                 return self._enter(answer["generation"])
-            waiting = answer.get("waiting", {})
-            text = f"waiting for a generation: {waiting.get('members')} members, waits for {waiting.get('waits_for')}"
-            if text != noted:
-                self.on_note(noted := text)
+            awaited = _describe(answer)
             wait_s = WAIT_S
 
     def crossing(self, step: int, *, stop: bool | None, broken: bool, holds: bool) -> Operation[Generation]:
@@ -203,11 +200,12 @@ class MembershipState:
         if self._lost:
             raise MembershipLostError(self._lost)
         stop = (self.changing if stop is None else stop) and step >= self._run_to
+        awaited = ""
         while stop or broken:
             body = {**self._me(), "generation": generation.number, "step": step, "broken": broken, "wait_s": WAIT_S}
             body |= {"held_step": self._weights[0], "held_samples": self._weights[1]}
             try:
-                answer = yield from self._call("/v1/members/ready", body, WAIT_S)
+                answer = yield from self._call("/v1/members/ready", body, WAIT_S, awaited)
             except RemoteError as error:
                 if error.code == "expelled":
                     self._lost = str(error)
@@ -218,6 +216,7 @@ class MembershipState:
             if "run_to" in answer:
                 self._run_to = int(answer["run_to"])
                 break
+            awaited = _describe(answer)
         return generation
 
     def heartbeats(self) -> Operation[None]:
@@ -276,11 +275,11 @@ class MembershipState:
         self._broken = False
         return generation
 
-    def _call(self, path: str, body: Mapping[str, Any], wait_s: float = 0.0) -> Operation[Any]:
+    def _call(self, path: str, body: Mapping[str, Any], wait_s: float = 0.0, awaited: str = "") -> Operation[Any]:
         """One request, repeated with back-off while the coordinator is unreachable."""
+        self.awaited = awaited or f"an answer of coordinator {self.coordinator}"
         deadline = self.clock() + self.patience_s
         tried = 0
-        noted = False
         while True:
             if self.closed:
                 raise MembershipLostError(f"worker {self.worker_id!r}: it has left the run.")
@@ -297,10 +296,10 @@ class MembershipState:
                         f"`forebay coordinator --listen {self.coordinator}`, or give its address: --coordinator, "
                         f"FOREBAY_COORDINATOR. Last: {error}"
                     ) from error
-                if not noted and tried > 4:
-                    self.on_note(
-                        f"coordinator {self.coordinator} does not answer; retrying for {self.patience_s:g} s. Start "
-                        f"one with: forebay coordinator --listen {self.coordinator}"
-                    )
-                    noted = True
+                self.awaited = f"coordinator {self.coordinator}: {error}"
             yield Pause(pause_s)
+
+
+def _describe(answer: Mapping[str, Any]) -> str:
+    waiting = answer.get("waiting", {})
+    return f"other workers: {waiting.get('members')} joined, the run waits for {waiting.get('waits_for')}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forebay.launch import render, write
+from forebay.launch import KINDS, render, write
 from support.paths import ROOT
 
 COMMAND = ["python", "train.py", "two words", "$HOME", "it's"]
@@ -27,7 +27,8 @@ def run(program: str, *arguments: object, cwd: Path | None = None) -> str:
 
 
 def launched(directory: Path, kind: str, **settings: str) -> list[Path]:
-    return write(directory, render(kind, settings, COMMAND))
+    required = {"image": "train:1"} if "image" in KINDS[kind].settings else {}
+    return write(directory, render(kind, required | settings, COMMAND))
 
 
 def test_the_dockerfile():
@@ -79,8 +80,8 @@ def test_a_kustomization_is_built(tmp_path):
     for name in ("network.json", "root-cert.pem", "org-cert.pem", "org-key.pem"):
         (tmp_path / "issuer").mkdir(exist_ok=True)
         (tmp_path / "issuer" / name).write_text(name)
-    for name in ("nodes.token", "workers.token"):
-        (tmp_path / name).write_text("token")
+    for role in ("data", "scheduler", "worker"):
+        (tmp_path / f"{role}.token").write_text("token")
     built = list(yaml.safe_load_all(run("kubectl", "kustomize", tmp_path)))
     secrets = {item["metadata"]["name"]: set(item["data"]) for item in built if item["kind"] == "Secret"}
     used = {
@@ -89,8 +90,8 @@ def test_a_kustomization_is_built(tmp_path):
         for volume in item.get("spec", {}).get("template", {}).get("spec", {}).get("volumes", ())
         if "secret" in volume
     }
-    assert secrets.keys() == used == {"lab-issuer", "lab-nodes-token", "lab-workers-token"}
-    assert secrets["lab-workers-token"] == {"token"} and len(secrets["lab-issuer"]) == 4
+    assert secrets.keys() == used == {"lab-issuer", "lab-data-token", "lab-scheduler-token", "lab-worker-token"}
+    assert secrets["lab-worker-token"] == {"token"} and len(secrets["lab-issuer"]) == 4
 
 
 def test_units(tmp_path):

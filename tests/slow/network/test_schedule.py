@@ -1,5 +1,6 @@
 """Schedulers that stand still, die, are steered and start again; slices that are set aside."""
 
+import os
 import signal
 import time
 from contextlib import ExitStack
@@ -65,7 +66,7 @@ def test_a_job_is_steered_by_administrators_and_used_once(tmp_path, stack: ExitS
     network.homes["worker"] = join(tmp_path / "network", tmp_path / "worker", "worker", scope=scope).node_dir
     network.serve(make_dataset(tmp_path / "dataset", 6, 40))
     service = network.schedule(seq_len=SEQ_LEN)
-    with pytest.raises(StateError, match="another process"):
+    with pytest.raises(StateError, match=f"process {os.getpid()} on"):
         network.schedule(seq_len=SEQ_LEN)
     worker = ExchangeClient(network.client("worker"), service.address)
     with pytest.raises(RemoteError, match="refused with 403"):

@@ -117,9 +117,9 @@ def test_announcements_are_refreshed(dataset: Dataset, make_identity):
     table = Counting()
     with DataNode(make_identity("data"), [dataset], HOST, 0, table, ttl_s=0.3) as node:
         table.away = True
-        until(lambda: "away" in node.status()["announce_error"])
+        until(lambda: "away" in str(node.status()["faults"]))
         table.away = False
-        until(lambda: node.status()["announce_error"] == "")
+        until(lambda: not node.status()["faults"])
         first = node.claims(node.identity.as_peer)[0]["expires_at"]
         until(lambda: node.claims(node.identity.as_peer)[0]["expires_at"] > first + 0.3)
     calls = table.calls

@@ -40,7 +40,7 @@ def test_quoted_words_are_read_as_they_were(text: str):
 def test_a_value_of_another_form_is_refused(kind: str):
     command = ["python", "train.py"]
     for key, setting in KINDS[kind].settings.items():
-        assert re.fullmatch(setting.pattern, setting.default), key
+        assert setting.default is None or re.fullmatch(setting.pattern, setting.default), key
         for value in ("", "a\nb", "\x1b[2J", "x\u2028", "x: y", "$(id)", '"', "-1", "../x"):
             if value.isprintable() and re.fullmatch(setting.pattern, value):
                 continue
@@ -51,6 +51,16 @@ def test_a_value_of_another_form_is_refused(kind: str):
     for word in ("\0", "\udcff"):
         with pytest.raises(UsageError, match="a NUL byte or bytes that are not UTF-8"):
             render(kind, {}, [word])
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_no_placeholder_is_left(kind: str):
+    required = {key: "train:1" for key, setting in KINDS[kind].settings.items() if setting.default is None}
+    for text in [*render(kind, required, ["python", "train.py"]).values(), *KINDS[kind].next_steps]:
+        assert not re.search(r"<[a-z_ -]+>|replace|example|todo|your[ -]|change.?me", text, re.I)
+    for key in required:
+        with pytest.raises(UsageError, match=f"expected {key} .*Give --set {key}=VALUE"):
+            render(kind, {}, ["python", "train.py"])
 
 
 def test_hostile_paths_are_mounts_and_nothing_else():

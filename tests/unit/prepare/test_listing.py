@@ -1,6 +1,7 @@
 """Every input is read, or named with the reason why not: links, side files, encodings, files that cannot be read."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ def test_links_stay_inside_unless_asked(tmp_path):
     outside = {"file": LINK, "folder": LINK, "again": LINK, "env": system, "zero": system}
     always = {"loop": read_already, "inner": read_already, "gone": "a link that leads nowhere",
               "pipe": "no regular file (a device, socket or pipe)", "env": system, "zero": system}  # fmt: skip
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        Path(shared, "a.jsonl").write_text(LINE)
+        assert listed(Path(shared)) == (["a.jsonl"], {})
     assert listed(folder) == (["own", "sub/a.jsonl"], outside | always)
     files = ["again/b.jsonl", "again/deep/c.jsonl", "file", "own", "sub/a.jsonl"]
     assert listed(folder, follow_links=True) == (files, always | {"again/back": read_already, "folder": read_already})

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_run_that_ended_is_not_waited_for(tmp_path, monkeypatch, record: bytes
 
 def test_a_directory_is_locked(tmp_path):
     store = open_store(tmp_path / "out")
-    refused = pytest.raises(UsageError, match="another run writes to")
+    refused = pytest.raises(UsageError, match=rf"out: process {os.getpid()} on \S+ writes it")
     with store.locked(shared=True), store.locked(shared=True), refused, store.locked(shared=False):
         pass
     with store.locked(shared=False), refused, store.locked(shared=True):

@@ -1,13 +1,13 @@
 """Settings that workers of a coordinator share, and a worker that is stopped while it waits for others."""
 
 import asyncio
-import threading
 from typing import Any
 
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.distributed import merge_settings, shared_settings
+from support.waiting import until
 
 PATIENT = {"stale_s": 600.0, "lost_s": 600.0}
 
@@ -35,18 +35,16 @@ def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path):
 
 
 def test_a_worker_that_waits_for_others_can_be_stopped():
-    async def run(address):
-        waits = threading.Event()
-        config = WorkerConfig(trainer="count", coordinator=address)
-        worker = WorkerClient(config, log=lambda line: waits.set() if "waiting" in line else None)
+    async def run(coordinator: Coordinator):
+        worker = WorkerClient(WorkerConfig(trainer="count", coordinator=coordinator.address))
         await worker.start()
         running = asyncio.create_task(worker.run_training(use_distributed=True))
-        await asyncio.to_thread(waits.wait)
+        await asyncio.to_thread(until, lambda: coordinator.status()["members"])
         await worker.stop()
         return await running
 
     with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2, **PATIENT)) as coordinator:
-        report = asyncio.run(run(coordinator.address))
+        report = asyncio.run(run(coordinator))
     assert not report.finished and report.steps == 0
 
 

@@ -5,7 +5,6 @@ each use of a token. Several processes may issue at the same time: each appends 
 killed process did not finish is ignored, and cut off before the next one.
 """
 
-import fcntl
 import math
 import os
 import threading
@@ -24,6 +23,7 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import Scope
 from forebay.network.pki import certificates
 from forebay.network.pki.files import peer_in, read_issuer
+from forebay.storage.locks import acquire
 
 MEMBERS_FILE = "members.jsonl"
 EARLIER_FILE = "admissions.jsonl"
@@ -156,8 +156,7 @@ class MemberRecord:
     @contextmanager
     def _locked(self) -> Iterator[BinaryIO]:
         """The file, read to its end and locked against other processes."""
-        with self._lock, os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with self._lock, acquire(self.path) as lock, open(lock.descriptor, "r+b", closefd=False) as file:
             self._read(file)
             yield file
 

@@ -20,7 +20,7 @@ from forebay.prepare.engines import base
 from forebay.prepare.engines.local import LocalEngine
 from forebay.prepare.progress import Failure, label, name_of
 from forebay.prepare.results import Committing, TaskOutput
-from forebay.storage.retry import EVERY_S, FIRST_S
+from forebay.storage.retry import log_while_waiting
 from forebay.storage.store import Store
 
 log = logging.getLogger("forebay.prepare")
@@ -61,34 +61,32 @@ class ShareEngine(LocalEngine):
         positions = {name_of(task): position for position, task in enumerate(tasks)}
         self._folder = f"claims/{run.step}"
         self._generations, self._claims, self._lapsed = {}, {}, {}
-        began, logged_at, pause_s = time.monotonic(), -EVERY_S, _MIN_POLL_S
-        while positions:
-            todo = [p for name, p in positions.items() if name not in self._claims]
-            todo.sort(key=lambda p: ((p - self._index) % self._count, p))
+        awaited, pause_s = "", _MIN_POLL_S
+        with log_while_waiting(log, lambda: awaited):
+            while positions:
+                todo = [p for name, p in positions.items() if name not in self._claims]
+                todo.sort(key=lambda p: ((p - self._index) % self._count, p))
 
-            def done(number: int, output: Any, todo: list[int] = todo) -> None:
-                del positions[name_of(tasks[todo[number]])]
-                on_done(todo[number], output)
+                def done(number: int, output: Any, todo: list[int] = todo) -> None:
+                    del positions[name_of(tasks[todo[number]])]
+                    on_done(todo[number], output)
 
-            super().map(run, [tasks[p] for p in todo], done)
-            results = run.load(positions)
-            for name, result in results.items():
-                on_done(positions.pop(name), TaskOutput(result))
-            if todo or results:
-                began, pause_s = time.monotonic(), _MIN_POLL_S
-            elif positions:
-                if (now := time.monotonic()) - began > FIRST_S and now - logged_at >= EVERY_S:
-                    logged_at = now
+                super().map(run, [tasks[p] for p in todo], done)
+                results = run.load(positions)
+                for name, result in results.items():
+                    on_done(positions.pop(name), TaskOutput(result))
+                awaited = ""
+                if todo or results:
+                    pause_s = _MIN_POLL_S
+                elif positions:
                     what = ", ".join(label(tasks[p]) for p in list(positions.values())[:3])
-                    log.warning(
-                        "waiting for %d tasks of other processes (%.0f s so far): %s", len(positions), now - began, what
-                    )
-                self._tick()
-                time.sleep(pause_s)
-                pause_s = min(_MAX_POLL_S, 1.5 * pause_s)
-            for name in [name for name in self._claims if name in positions and self._is_stale(self._claims[name])]:
-                self._generations[name] = self._generations.get(name, 0) + 1
-                self._lapsed[name] = self._store.read(self._claims.pop(name)).decode("ascii", "replace")
+                    awaited = f"{len(positions)} tasks of other processes ({', '.join(self._beats)}): {what}"
+                    self._tick()
+                    time.sleep(pause_s)
+                    pause_s = min(_MAX_POLL_S, 1.5 * pause_s)
+                for name in [name for name in self._claims if name in positions and self._is_stale(self._claims[name])]:
+                    self._generations[name] = self._generations.get(name, 0) + 1
+                    self._lapsed[name] = self._store.read(self._claims.pop(name)).decode("ascii", "replace")
 
     def _may_start(self, task: Any) -> bool:
         """Whether this process has the claim of a task."""
