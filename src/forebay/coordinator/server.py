@@ -359,7 +359,7 @@ class Coordinator:
         if len(members) >= MAX_WORKERS:
             raise ApiError(503, "full", f"the coordinator takes {MAX_WORKERS} workers at a time", 10.0)
         if peer_id and sum(member.peer_id == peer_id for member in members.values()) >= max_workers:
-            text = f"certificate of {peer_id}: expected at most {max_workers} workers. See --workers-per-member."
+            text = f"certificate of {peer_id}: expected at most {max_workers} workers. Use another certificate."
             raise ApiError(429, "too_many_workers", text, 10.0)
         if not peer_id:
             return

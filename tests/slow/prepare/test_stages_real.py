@@ -85,12 +85,6 @@ def test_lists_of_ldnoobw_and_those_shipped_agree_with_the_rule_of_c4(data: Path
             assert drop_codes(stage, [word, "ok"], [language] * 2) == [0, -1], language
 
 
-def test_fasttext_model(data: Path):
-    pytest.importorskip("fasttext")
-    stage = Toxic(model=str(data / "lid/lid.176.ftz"), label="__label__de", threshold=0.6)
-    assert drop_codes(stage, ["Das ist ein deutscher Satz\nund noch einer.", "This is an English sentence."]) == [1, -1]
-
-
 def test_gate_misses_little_that_ftfy_repairs(data: Path):
     archive = zipfile.ZipFile(data / "lang/udhr2.zip")
     lines = [

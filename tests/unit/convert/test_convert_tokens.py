@@ -201,9 +201,6 @@ def test_the_command(tmp_path, capsys):
     for arguments, code, message in (
         (command[1:], 2, "--overwrite"),
         ([source, out], 2, "--to (one of"),
-        ([source, "--out", out], 2, "--to (one of"),
-        ([source, out, "--out", out, "--to", "bin"], 2, "expected one OUT"),
-        ([source, "--to", "bin"], 2, "expected one OUT"),
         ([str(tmp_path / "what"), out, "--to", "bin"], 1, "what"),
         ([str(tmp_path / "none"), out, "--to", "bin"], 1, "none"),
         (["ftp://host/data", out, "--to", "bin"], 1, "cannot read input: expected a path or a URL of http, https"),

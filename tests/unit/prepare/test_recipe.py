@@ -46,7 +46,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path):
         ("slice.bytes = '64 KB of'", " slice.bytes: expected a size such as 64MiB, got '64 KB of'"),
         ("slice.bytes = 10", " slice.bytes: expected at least 4096, got 10"),
         ("\nread = { text_key = 5, id_key = 'i' }", " read.text_key: expected a string or a list, got 5"),
-        ("[rows]\ntoo_long = 'I8'", " rows.too_long: expected 'cut' or 'drop', got 'I8'"),
+        ("[rows]\nmax_tokens = 1", " rows.max_tokens: expected at least 2, got 1"),
         ("unicode = 3", " unicode: expected a table of settings, true or false, got 3"),
         ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
         ('[[mine]]\nuse = "a:B"\n[[mine]]\nuse = 5', " mine.use: cannot import 'a:B'"),

@@ -61,7 +61,7 @@ class TextOutput(MarkedOutput):
 
 
 class LanguageModelOutput(MarkedOutput):
-    """An n-gram model in ARPA format for the filter `perplexity`, trained in this process. Its settings are `[lm]`."""
+    """An n-gram model in ARPA format for the filter `perplexity`, trained in this process."""
 
     name = "lm"
     marker = "lm.json"
