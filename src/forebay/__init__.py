@@ -8,7 +8,7 @@ Importing this package imports nothing else of it but the error's root: each nam
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, package_for
 
 if TYPE_CHECKING:
     from forebay import callbacks
@@ -68,7 +68,9 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
-    value = import_module("forebay.callbacks") if name == "callbacks" else getattr(import_module(_HOME[name]), name)
+    with package_for(f"forebay.{name}"):
+        module = import_module(_HOME[name])
+    value = module if name == "callbacks" else getattr(module, name)
     globals()[name] = value
     return value
 

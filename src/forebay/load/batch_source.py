@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 from forebay.closing import Closing
-from forebay.errors import UsageError
+from forebay.errors import UsageError, package_for
 from forebay.load.batch import NumpyRows, NumpyTokens, RowBatch, Style, TokenBatch
 from forebay.load.prefetch import Prefetcher
 from forebay.load.stats import Bottleneck, Callback, Callbacks, Spent, WaitTimes, find_bottleneck
@@ -76,7 +76,8 @@ class BatchSource(ABC, Generic[BatchT]):
                 Helps only where a batch costs more than a training step; 0: none.
             style: "batch": TokenBatch or RowBatch. "plain" or "transformers": dicts, as by `batch.as_dict`.
         """
-        from forebay.load.torch import TorchBatches
+        with package_for("to_torch"):
+            from forebay.load.torch import TorchBatches
 
         return TorchBatches(self, device, prefetch, num_workers, style)
 
@@ -100,7 +101,8 @@ class BatchSource(ABC, Generic[BatchT]):
         Raises:
             UsageError: If a global batch is not a multiple of the processes.
         """
-        from forebay.load.jax import JaxBatches
+        with package_for("to_jax"):
+            from forebay.load.jax import JaxBatches
 
         return JaxBatches(self, sharding, prefetch)
 

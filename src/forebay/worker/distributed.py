@@ -219,6 +219,6 @@ def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConf
 def _load_identity(config: WorkerConfig) -> "Identity | None":
     if config.identity is None:
         return None
-    with package_for(f"identity {config.identity}: the network", "cryptography", "network"):
+    with package_for(f"identity {config.identity}: the network"):
         from forebay.network.pki.identity import Identity
     return Identity.load(config.identity)

@@ -202,7 +202,7 @@ def _load_config(model: str) -> tuple[tuple[str, ...], int]:
 
 @lru_cache(2)
 def _load_torch(model: str, device: str) -> _Runner:
-    with package_for("transformers: a classifier", "torch and transformers", "classifiers"):
+    with package_for("transformers: a classifier", extra="classifiers"):
         import torch
         import transformers
     transformers.utils.logging.disable_progress_bar()
@@ -227,7 +227,7 @@ def _load_torch(model: str, device: str) -> _Runner:
 
 @lru_cache(2)
 def _load_onnx(model: str, device: str) -> _Runner:
-    with package_for("onnx: a classifier", "onnxruntime", "classifiers"):
+    with package_for("onnx: a classifier"):
         import onnxruntime
     path = Path(model, "model.onnx")
     provider_name = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
