@@ -35,11 +35,12 @@ def write_stats(loader: Any, pid: int) -> None:
 
 
 def read_stats(directory: Path) -> dict[str, float]:
-    """The sums of the statistics in a directory; `loaders` is their number, `wait_share` the share of the time."""
+    """The sums of the statistics in a directory; `loaders` is their number, `wait_share` and `mfu` are of all time."""
     total: dict[str, float] = {"loaders": 0}
     for path in directory.glob("*.json"):
         total["loaders"] += 1
         for name, value in json.loads(path.read_text()).items():
             total[name] = total.get(name, 0) + value
     elapsed_s = total.get("wait_s", 0.0) + total.get("busy_s", 0.0)
-    return {**total, "wait_share": total["wait_s"] / elapsed_s} if elapsed_s else total
+    shares = {"wait_share": "wait_s", "mfu": "ideal_s"} if elapsed_s else {}
+    return total | {name: total[key] / elapsed_s for name, key in shares.items()}

@@ -11,7 +11,7 @@ import logging
 import threading
 from bisect import bisect_left
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
@@ -85,7 +85,6 @@ class Loader(RunningSource[BatchT]):
     @overload
     def __init__(
         self: Loader[NumpyTokens], dataset: DatasetSource | Mixture, *, seq_len: int,
-        packing: Literal["concat", "best_fit"] = "concat", document_masks: bool = False,
         **arguments: Unpack[LoaderArguments],
     ) -> None: ...  # fmt: skip
     @overload
@@ -96,16 +95,13 @@ class Loader(RunningSource[BatchT]):
     @overload
     def __init__(
         self: Loader[Any], dataset: None = None, *, seq_len: int | None = None,
-        packing: Literal["concat", "best_fit"] = "concat", document_masks: bool = False,
         **arguments: Unpack[LoaderArguments],
     ) -> None: ...  # fmt: skip
     def __init__(
-        self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None, packing: str = "concat",
-        document_masks: bool = False, **arguments: Unpack[LoaderArguments],
+        self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None,
+        **arguments: Unpack[LoaderArguments],
     ) -> None:  # fmt: skip
-        config = LoaderConfig(
-            dataset, seq_len, packing=packing, document_masks=document_masks, **arguments,  # type: ignore[arg-type]
-        )  # fmt: skip
+        config = LoaderConfig(dataset, seq_len, **arguments)  # type: ignore[arg-type]
         self._start(config)
         self._reporting_pid = close_at_exit(self) if dataset is None else 0
 
@@ -359,7 +355,8 @@ class Loader(RunningSource[BatchT]):
         """Times in seconds, and counts, since the loader was made.
 
         `wait_s`: waiting for batches; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `device_s`, `queue_s`, as
-        in `forebay.load.stats`. `busy_s`: between the waits. `waiting_s`: the wait in progress. `batches`, `samples`,
+        in `forebay.load.stats`. `busy_s`: between the waits. `waiting_s`: the wait in progress. `ideal_s`, after
+        `measure_mfu`: what the received tokens take at the device's peak. `batches`, `samples`,
         `tokens` received, of a mixture also `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a
         cache also `requests` and `fetched_bytes` (for chunks, their hashes, and the lengths of documents),
         `fetched_chunks`, `refetched_chunks` and `refetched_bytes` (a second time in one epoch), `failed`, `late` and
@@ -372,10 +369,13 @@ class Loader(RunningSource[BatchT]):
         if self.mixture is not None:
             counts |= {f"{unit}.{name}": size * n for name, n in zip(self.datasets, self._samples_of)}
         opened = {"slices_opened": self.planner.num_opened}
-        stats = {**self.waits.to_dict(), **counts, **opened, **self._slices.stats()}
+        stats = {**self.waits.to_dict(), "ideal_s": self._ideal_s(), **counts, **opened, **self._slices.stats()}
         for name in {"fetched_bytes", "requests"} & stats.keys():
             stats[name] += sum(getattr(dataset, name) for dataset in self.datasets.values())
         return stats
+
+    def _num_units(self) -> float:
+        return sum(self._samples_of) * (self.seq_len or 1)
 
     def documents(self, batch: Any) -> list[list[Document]]:
         """The documents of each sample of a batch of this loader, whole, with their ids and sources, in order.

@@ -40,8 +40,8 @@ def _columns(text: str) -> dict[str, str]:
 
 COLUMNS = {
     "workers": _columns(
-        """name state rank rate=tokens/s wait_share=share waits_for leases cached_bytes=B cache_bytes=B origin_bytes=B
-        peer_bytes=B shared_bytes=B step last_seen_s=s"""
+        """name state rank rate=tokens/s mfu=share wait_share=share waits_for leases cached_bytes=B cache_bytes=B
+        origin_bytes=B peer_bytes=B shared_bytes=B step last_seen_s=s"""
     ),
     "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
     "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers reported id"),
@@ -99,8 +99,9 @@ def job_view(status: Row, nodes: Rows) -> View:
     notes += dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])
     figures = {
         "throughput": (rate, "tokens/s"), "workers": len(active) if workers else status["num_workers"],
-        "waiting": (sum(waits.values()), "share") if waits else None, "leases": status["slices_leased"],
-        "asking for leases": status["idle"], "slices set aside": len(aside) if aside else None,
+        "MFU": mean_mfu(active), "waiting": (sum(waits.values()), "share") if waits else None,
+        "leases": status["slices_leased"], "asking for leases": status["idle"],
+        "slices set aside": len(aside) if aside else None,
         "from data nodes": (fetched["origin"], "B") if total_bytes else None,
         "from workers": (fetched["peer"], "B") if total_bytes else None,
         "ledger entries": status["ledger_entries"],
@@ -147,6 +148,12 @@ def mean_waits(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
     rows = list(shares)
     means = {cause: sum(row.get(cause, 0.0) for row in rows) / max(1, len(rows)) for cause in CAUSES}
     return {cause: round(share, 4) for cause, share in means.items() if share > 0}
+
+
+def mean_mfu(workers: Rows) -> tuple[float, str] | None:
+    """The figure of the mean MFU of the workers that measure it."""
+    measured = [worker["mfu"] for worker in workers if worker.get("mfu")]
+    return (sum(measured) / len(measured), "share") if measured else None
 
 
 def cause_of(waits: Mapping[str, float]) -> str:
@@ -232,14 +239,14 @@ def loader_view(
         cause_in_progress: What a wait in progress counts as.
     """
     elapsed_s = max(elapsed_s, 1e-9)
-    unit, rate, waits = rates(before, after, elapsed_s)
+    unit, rate, waits, mfu = rates(before, after, elapsed_s)
     waits[cause_in_progress] += min(after["waiting_s"], elapsed_s) / elapsed_s
     waits = {cause: round(min(share, 1.0), 4) for cause, share in waits.items() if share > 0}
     steps_per_s = (after["batches"] - before["batches"]) / elapsed_s
     remaining = None if total_steps is None else total_steps - state["step"]
     is_done = remaining is not None and remaining <= 0
     row = {
-        "id": f"rank {rank}", "name": f"rank {rank}", "rank": rank, "rate": rate, "step": state["step"],
+        "id": f"rank {rank}", "name": f"rank {rank}", "rank": rank, "rate": rate, "mfu": mfu, "step": state["step"],
         "state": "done" if is_done else "working" if steps_per_s else "idle", "last_seen_s": 0.0, "wait_shares": waits,
         "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits),
         "cached_bytes": int(after.get("cached_bytes", 0)), "cache_bytes": cache_bytes,
@@ -253,8 +260,8 @@ def loader_view(
             "eta_s": remaining / steps_per_s if remaining and steps_per_s else None,
         },
         figures={
-            "throughput": (rate, f"{unit}/s"), "waiting": (row["wait_share"], "share"), "ranks": world_size,
-            "epoch": state.get("epoch", 0), unit: after[unit],
+            "throughput": (rate, f"{unit}/s"), "MFU": mean_mfu([row]), "waiting": (row["wait_share"], "share"),
+            "ranks": world_size, "epoch": state.get("epoch", 0), unit: after[unit],
         },
         waits=waits, advice=advice_of(waits), workers=[row],
         datasets=[
@@ -276,6 +283,8 @@ def merge_views(views: Sequence[View]) -> View:
         if values:
             figures[label] = (sum(value for value, _ in values), values[0][1])
     figures["waiting"] = (min(1.0, sum(waits.values())), "share")
+    if mfu := mean_mfu(workers):
+        figures["MFU"] = mfu
     counts: dict[str, int] = {}
     for row in (row for view in views for row in view.get("datasets", [])):
         counts[row["name"]] = counts.get(row["name"], 0) + row.get("tokens", 0)
