@@ -4,25 +4,10 @@ loader.add_callback(forebay.callbacks.wandb(wandb.init()), every_steps=50)
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from forebay.errors import MissingPackageError
-from forebay.load.stats import CAUSES, Callback, find_bottleneck
-from forebay.units import format_count
-
-
-def lines(write: Callable[[str], object] = print) -> Callback:
-    """Write lines such as `step 100: 151 k tokens/s, MFU 41 %, waits 3 % (network)`."""
-
-    def log(metrics: dict[str, float], step: int) -> None:
-        unit = "tokens" if "tokens_per_s" in metrics else "samples"
-        utilization = f", MFU {100 * metrics['mfu']:.0f} %" if "mfu" in metrics else ""
-        cause = find_bottleneck({cause: metrics[f"wait_{cause}_share"] for cause in CAUSES}, 1.0, 0.01)
-        waiting = f"waits {100 * metrics['wait_share']:.0f} % ({cause.cause})" if cause else "never waits"
-        write(f"step {step:,}: {format_count(metrics[f'{unit}_per_s'])} {unit}/s{utilization}, {waiting}")
-
-    return log
+from forebay.load.stats import Callback
 
 
 def wandb(run: Any) -> Callback:

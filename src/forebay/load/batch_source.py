@@ -48,6 +48,15 @@ class BatchSource(ABC, Generic[BatchT]):
     def __iter__(self) -> Iterator[BatchT]:
         return self.iterate()
 
+    readers: Any = None  # Shared with the workers of a DataLoader of PyTorch: 1 for each that has begun.
+
+    def iterate_share(self, convert: Convert, readers: Any, share: tuple[int, int]) -> Batches:
+        """In worker k of n of a DataLoader, for `share` (k, n): its batches of its next pass."""
+        raise UsageError(
+            f"DataLoader: expected num_workers=0 around batches of a {type(self).__name__} that only this process "
+            f"makes, got {share[1]}. Leave num_workers out."
+        )
+
     @overload
     def to_torch(
         self: BatchSource[NumpyTokens], device: Any = None, prefetch: int = 2, num_workers: int = 0,

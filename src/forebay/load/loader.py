@@ -11,6 +11,7 @@ import logging
 import threading
 from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
@@ -122,7 +123,7 @@ class Loader(RunningSource[BatchT]):
 
     def _reset(self) -> None:
         super()._reset()
-        self._pausing = threading.RLock()
+        self._pausing, self._is_reader = threading.RLock(), False
         self._pool: HelperPool | None = None
         self._of_parent: object = None
         at_fork(self)
@@ -135,6 +136,12 @@ class Loader(RunningSource[BatchT]):
         opened = self.plan.open_slices(self.run, every, self._shares, self.stats)
         self._slices, self.planner, self.leases = opened
         """`leases`: the leased samples; None without `scheduler`."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"Loader: expected iteration, got loader[{index!r}]. For a DataLoader of PyTorch: "
+            "DataLoader(loader.to_torch(), batch_size=None)."
+        )
 
     def __len__(self) -> int:
         """Batches of a full `for` at the loader's position. Raises TypeError where it has no end."""
@@ -219,6 +226,7 @@ class Loader(RunningSource[BatchT]):
         return Take(self, open_batches, min(size for size in (n, stop and stop - start) if size is not None))
 
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
+        self._check_readers(any(self.readers or ()))
         if self.leases is not None and num_workers:
             raise UsageError(
                 f"num_workers: expected 0 with scheduler=, got {num_workers}: a batch counts as used in "
@@ -234,21 +242,40 @@ class Loader(RunningSource[BatchT]):
     def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
         depth = self.config.samples.prefetch_batches if prefetch is None else prefetch
         maker = self._helpers(num_workers) if num_workers else self.planner
-        max_documents, text = self.config.samples.max_documents, self._text
-
-        def finish(batch: Any) -> tuple[int, Any, Any]:
-            batch._text = text
-            if max_documents is not None:
-                batch.pad_documents(max_documents)
-            counts = len(batch.sample_ids) if batch._dataset_index is None else batch._dataset_index
-            return batch.step, counts, batch if convert is None else convert(batch)
-
-        source = Prefetcher(maker.batches(self.step, self.pass_of(self.step)[1]), depth, finish, self._slices.pause)
+        batches, finish = maker.batches(self.step, self.pass_of(self.step)[1]), partial(self._finish, convert)
+        source = Prefetcher(batches, depth, finish, self._slices.pause)
 
         def spent() -> Spent:
             return maker.scheduler_s, maker.network_s, maker.disk_s, source.convert_s, 0.0
 
         return source, spent, _READY_S if depth or num_workers else 0.0
+
+    def _finish(self, convert: Convert | None, batch: Any) -> tuple[int, Any, Any]:
+        batch._text = self._text
+        if (max_documents := self.config.samples.max_documents) is not None:
+            batch.pad_documents(max_documents)
+        counts = len(batch.sample_ids) if batch._dataset_index is None else batch._dataset_index
+        return batch.step, counts, batch if convert is None else convert(batch)
+
+    def iterate_share(self, convert: Convert, readers: Any, share: tuple[int, int]) -> Batches:
+        if self.leases is not None:
+            yield from super().iterate_share(convert, readers, share)
+        self._check_readers(readers[share[0]] != self._is_reader)
+        readers[share[0]] = self._is_reader = True
+        self._pause()
+        start, (_, stop) = self.step, self.pass_of(self.step)
+        if stop is not None:
+            self.step = stop
+        for batch in self.raw_batches(start, stop, share):
+            yield self._finish(convert, batch)[2]
+
+    def _check_readers(self, have_read: bool) -> None:
+        if have_read:
+            raise UsageError(
+                "Loader: workers of a DataLoader read on from pass to pass (persistent_workers=True), and only its "
+                "loop knows how far it is. Before anything else reads the loader, or saves it, load where the loop is: "
+                "loader.load_state_dict(loader.state_at(batch.step + 1)); then make a new DataLoader."
+            )
 
     def _receive(self, item: tuple[int, Any, Any]) -> Any:
         step, counts, batch = item
@@ -309,7 +336,7 @@ class Loader(RunningSource[BatchT]):
 
     def __reduce__(self) -> Any:
         """Pickled as its settings and its state: another process opens its own maps and threads."""
-        return _reopen, (self.config.for_process(self.rank, self.world_size), self.state_dict())
+        return _reopen, (self.config.for_process(self.rank, self.world_size), self.state_at(self.step))
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that iterating returned. Plain JSON values.
@@ -317,6 +344,7 @@ class Loader(RunningSource[BatchT]):
         A loader of any rank and world size with the same global batch can load it. With `scheduler` it has the step and
         the jobs' ids; which samples are used is in the schedulers' ledgers.
         """
+        self._check_readers(any(self.readers or ()))
         return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
@@ -335,6 +363,8 @@ class Loader(RunningSource[BatchT]):
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
         """
         plan = self.plan
+        if self.readers:
+            self.readers[:] = bytes(len(self.readers))
         if self.leases is not None:
             step = step_of_lease_state(state, plan.jobs)
             self._pause()

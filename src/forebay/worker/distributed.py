@@ -20,8 +20,8 @@ from forebay.threads import SupervisedThread
 from forebay.worker.config import WorkerConfig
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import Generation, MembershipLostError
-from forebay.worker.trainer import LockstepTrainer, PeerLostError, trainer_class
-from forebay.worker.training import Training, TrainingReport
+from forebay.worker.trainer import LockstepTrainer, PeerLostError
+from forebay.worker.training import Training, TrainingReport, trainer_class
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
@@ -57,7 +57,7 @@ class DistributedRun:
 
     def __init__(self, training: Training) -> None:
         config = training.config
-        self.training, self.lockstep = training, hasattr(trainer_class(config.trainer), "gradients")
+        self.training, self.lockstep = training, hasattr(trainer_class(config.resolved_trainer()), "gradients")
         self.collective: Collective | None = None
         self.generation: Generation | None = None
         self._ended = threading.Event()
@@ -75,7 +75,7 @@ class DistributedRun:
         with self.membership as membership:
             SupervisedThread(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
-                training.apply_config(merge_settings(training.config, membership.agree()))
+                self._apply_settings(membership.agree())
                 training.start()  # the model is made before others wait for this worker
                 generation = membership.join()
                 training.start()
@@ -91,6 +91,16 @@ class DistributedRun:
             finally:
                 self._ended.set()
                 self._leave_group()
+
+    def _apply_settings(self, settings: dict[str, Any]) -> None:
+        training, config = self.training, merge_settings(self.training.config, settings)
+        names = training.config.resolved_trainer(), config.resolved_trainer()
+        if names[0] != names[1]:
+            raise UsageError(
+                f"model_size: expected {config.model_size!r} as the run has it, got a worker that counts. Add "
+                f"--model-size {config.model_size}."
+            )
+        training.apply_config(config)
 
     def _leave_when_stopped(self) -> None:
         """Leave if the worker is stopped while it waits for others; in a step, give it STOP_S to end."""
@@ -203,7 +213,8 @@ def shared_settings(config: WorkerConfig) -> dict[str, Any]:
     """The settings for the run to agree on: those that it must have, and those that differ from the default."""
     defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(NEEDED)
     settings = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
-    return settings | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
+    model = {"model_size": config.model_size or "tiny"} if config.resolved_trainer() == "gpt" else {}
+    return settings | model | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
 
 
 def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConfig:
