@@ -45,24 +45,26 @@ __all__ = [
     "text_filter",
 ]  # fmt: skip
 
-_HOME = {
-    "CacheOptions": "forebay.load.options",
-    "DocumentSubset": "forebay.load.packing",
-    "Loader": "forebay.load.loader",
-    "Mixture": "forebay.load.sources",
-    "NetworkOptions": "forebay.load.options",
-    "OrderOptions": "forebay.load.options",
-    "RowBatch": "forebay.load.batch",
-    "SampleOptions": "forebay.load.options",
-    "SharedShardedDatasetManager": "forebay.load.shards",
-    "TextStream": "forebay.stream.text_stream",
-    "TokenBatch": "forebay.load.batch",
-    "callbacks": "forebay.callbacks",
-    "open_dataset": "forebay.load.sources",
-    "prepare_dataset": "forebay.prepare.driver",
-    "serve_dashboard": "forebay.observe.dashboard",
-    "text_filter": "forebay.prepare.documents",
-}
+_HOME = dict(
+    line.split()
+    for line in """\
+CacheOptions forebay.load.options
+DocumentSubset forebay.load.packing
+Loader forebay.load.loader
+Mixture forebay.load.sources
+NetworkOptions forebay.load.options
+OrderOptions forebay.load.options
+RowBatch forebay.load.batch
+SampleOptions forebay.load.options
+SharedShardedDatasetManager forebay.load.shards
+TextStream forebay.stream.text_stream
+TokenBatch forebay.load.batch
+callbacks forebay.callbacks
+open_dataset forebay.load.sources
+prepare_dataset forebay.prepare.driver
+serve_dashboard forebay.observe.dashboard
+text_filter forebay.prepare.documents""".splitlines()
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -166,19 +166,19 @@ _EXTRAS = {
 """The extra that brings a module; all others come with `prepare`."""
 
 
-def missing_package(user: str, package: str, otherwise: str = "", extra: str = "") -> MissingPackageError:
-    """Return the error for a package that `user` needs: it names the extra, by default that of the package's module.
+def missing_package(user: str, package: str, otherwise: str = "") -> MissingPackageError:
+    """Return the error for a package that `user` needs: it names the extra that has it.
 
     pip adds an extra to the installed Forebay, from a clone or a wheel, by this command in any directory.
     """
-    extra = extra or _EXTRAS.get(package, "prepare")
+    extra = _EXTRAS.get(package, "prepare")
     return MissingPackageError(f"{user} needs {package}. Install it with: pip install 'forebay[{extra}]'{otherwise}")
 
 
 @contextmanager
-def package_for(user: str, otherwise: str = "", extra: str = "") -> Iterator[None]:
+def package_for(user: str, otherwise: str = "") -> Iterator[None]:
     """A block that imports a package; without it MissingPackageError says who needs it and how it is installed."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise missing_package(user, (error.name or "").partition(".")[0], otherwise, extra) from error
+        raise missing_package(user, (error.name or "").partition(".")[0], otherwise) from error

@@ -50,13 +50,6 @@ class BatchSource(ABC, Generic[BatchT]):
 
     readers: Any = None  # Shared with the workers of a DataLoader of PyTorch: 1 for each that has begun.
 
-    def iterate_share(self, convert: Convert, readers: Any, share: tuple[int, int]) -> Batches:
-        """In worker k of n of a DataLoader, for `share` (k, n): its batches of its next pass."""
-        raise UsageError(
-            f"DataLoader: expected num_workers=0 around batches of a {type(self).__name__} that only this process "
-            f"makes, got {share[1]}. Leave num_workers out."
-        )
-
     @overload
     def to_torch(
         self: BatchSource[NumpyTokens], device: Any = None, prefetch: int = 2, num_workers: int = 0,
@@ -215,7 +208,7 @@ class RunningSource(Closing, BatchSource[BatchT]):
         """
         self._callbacks.add(fn, every_steps)
 
-    def measure_mfu(self, flops: float, peak_flops: float | str = "", dtype: str = "bfloat16") -> None:
+    def measure_mfu(self, flops: float, peak_flops: float | str = "") -> None:
         """Report model FLOPs utilization, in [0, 1], as `mfu` beside `wait_share`; `stats()` has it as `ideal_s`.
 
         It is this rank's: of its tokens, and of the devices that train them. Ranks take their steps together: for all
@@ -223,13 +216,13 @@ class RunningSource(Closing, BatchSource[BatchT]):
 
         Args:
             flops: Operations that training takes for a token, of rows for a sample; see `forebay.load.mfu`.
-            peak_flops: Dense FLOP/s of this rank's devices together, or a device's name: by default that of the current
-                CUDA device of PyTorch or the first device of JAX, with products in `dtype`.
+            peak_flops: Dense FLOP/s of this rank's devices together, or a device's name, for its products in bfloat16:
+                by default that of the current CUDA device of PyTorch, or of the first device of JAX.
 
         Raises:
             UsageError: If a number is not above 0, or the device is not known.
         """
-        peak = mfu.peak_flops(peak_flops, dtype) if isinstance(peak_flops, str) else peak_flops
+        peak = mfu.peak_flops(peak_flops) if isinstance(peak_flops, str) else peak_flops
         if not (flops > 0 and peak > 0):
             raise UsageError(f"measure_mfu: expected flops and peak_flops above 0, got {flops!r} and {peak!r}.")
         self._mfu = flops / peak, self._num_units()

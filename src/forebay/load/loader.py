@@ -123,7 +123,7 @@ class Loader(RunningSource[BatchT]):
 
     def _reset(self) -> None:
         super()._reset()
-        self._pausing, self._is_reader = threading.RLock(), False
+        self._pausing, self._is_reader = threading.RLock(), 0
         self._pool: HelperPool | None = None
         self._of_parent: object = None
         at_fork(self)
@@ -258,14 +258,12 @@ class Loader(RunningSource[BatchT]):
         return batch.step, counts, batch if convert is None else convert(batch)
 
     def iterate_share(self, convert: Convert, readers: Any, share: tuple[int, int]) -> Batches:
-        if self.leases is not None:
-            yield from super().iterate_share(convert, readers, share)
+        """In worker k of n of a DataLoader, for `share` (k, n): its batches of the next pass."""
         self._check_readers(readers[share[0]] != self._is_reader)
-        readers[share[0]] = self._is_reader = True
         self._pause()
-        start, (_, stop) = self.step, self.pass_of(self.step)
-        if stop is not None:
-            self.step = stop
+        start, stop = self.step, self.pass_of(self.step)[1]
+        self.readers, readers[share[0]] = readers, 1
+        self.step, self._is_reader = stop or start, 1 if stop else -1  # A run without an end has no second pass.
         for batch in self.raw_batches(start, stop, share):
             yield self._finish(convert, batch)[2]
 

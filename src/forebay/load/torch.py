@@ -22,7 +22,6 @@ from forebay.order.step_index import check_integer
 
 BatchT = TypeVar("BatchT", covariant=True)
 TorchTokens: TypeAlias = TokenBatch[torch.Tensor]
-_MAX_READERS = 1024  # Worker processes of a DataLoader.
 TorchRows: TypeAlias = RowBatch[torch.Tensor]
 
 
@@ -45,7 +44,7 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         self.device = None if device is None else open_device(device)
         self.loader, self.style = loader, style
         self._prefetch, self._num_workers, self._floats = prefetch, num_workers, float_types(loader)
-        loader.readers = self._readers = loader.readers or RawArray("b", _MAX_READERS)
+        loader.readers = self._readers = loader.readers or RawArray("b", 1024)  # Worker processes at most.
 
     def __len__(self) -> int:
         """As the loader's."""
@@ -62,8 +61,14 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
     def __iter__(self) -> Iterator[BatchT]:
         info = get_worker_info()
         if info is not None:
-            share = info.id, info.num_workers
-            return self.loader.iterate_share(self._to_host, self._readers, share)  # type: ignore[no-any-return]
+            if getattr(self.loader, "leases", self) is not None:
+                raise UsageError(
+                    "DataLoader: expected num_workers=0 around leased samples, a TextStream or take(), got "
+                    f"{info.num_workers}: one process makes their batches. Leave num_workers out."
+                )
+            return self.loader.iterate_share(  # type: ignore[no-any-return]
+                self._to_host, self._readers, (info.id, info.num_workers)
+            )
         device = self.device
         if device is None or device.type != "cuda":
             return self.loader.iterate(self._to_host, self._prefetch, self._num_workers)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ that are missing or empty have nothing to show:
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -87,11 +88,10 @@ def job_view(status: Row, nodes: Rows) -> View:
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
     workers = [_worker_row(peer_id, worker, status) for peer_id, worker in status["workers"].items()]
     active = [worker for worker in workers if worker["state"] not in ("silent", "ended", "revoked")]
-    remaining, fetched = status["num_samples"] - status["samples_used"], {"origin": 0, "peer": 0}
-    for origin in fetched:
-        fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
+    remaining = status["num_samples"] - status["samples_used"]
+    origin_bytes, peer_bytes = (sum(worker[f"{of}_bytes"] for worker in workers) for of in ("origin", "peer"))
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
-    aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], sum(fetched.values())
+    aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], origin_bytes + peer_bytes
     notes = [status["unserved"]] if status["unserved"] else []
     if status["num_workers"] and not workers:
         notes.append("its workers and events are shown to the roles viewer and admin")
@@ -102,8 +102,8 @@ def job_view(status: Row, nodes: Rows) -> View:
         "MFU": mean_mfu(active), "waiting": (sum(waits.values()), "share") if waits else None,
         "leases": status["slices_leased"], "asking for leases": status["idle"],
         "slices set aside": len(aside) if aside else None,
-        "from data nodes": (fetched["origin"], "B") if total_bytes else None,
-        "from workers": (fetched["peer"], "B") if total_bytes else None,
+        "from data nodes": (origin_bytes, "B") if total_bytes else None,
+        "from workers": (peer_bytes, "B") if total_bytes else None,
         "ledger entries": status["ledger_entries"],
     }  # fmt: skip
     return make_view(
@@ -264,10 +264,13 @@ def loader_view(
             "ranks": world_size, "epoch": state.get("epoch", 0), unit: after[unit],
         },
         waits=waits, advice=advice_of(waits), workers=[row],
-        datasets=[
-            {"name": name, "tokens": n, "share": n / max(1, sum(counts.values()))} for name, n in counts.items()
-        ],
+        datasets=_dataset_rows(counts),
     )  # fmt: skip
+
+
+def _dataset_rows(counts: Mapping[str, int]) -> list[Row]:
+    total = max(1, sum(counts.values()))
+    return [{"name": name, "tokens": n, "share": n / total} for name, n in counts.items()]
 
 
 def merge_views(views: Sequence[View]) -> View:
@@ -285,13 +288,11 @@ def merge_views(views: Sequence[View]) -> View:
     figures["waiting"] = (min(1.0, sum(waits.values())), "share")
     if mfu := mean_mfu(workers):
         figures["MFU"] = mfu
-    counts: dict[str, int] = {}
-    for row in (row for view in views for row in view.get("datasets", [])):
-        counts[row["name"]] = counts.get(row["name"], 0) + row.get("tokens", 0)
-    total = max(1, sum(counts.values()))
-    datasets = [{"name": name, "tokens": n, "share": n / total} for name, n in counts.items()]
+    counts = Counter[str]()
+    for view in views:
+        counts.update({row["name"]: row.get("tokens", 0) for row in view.get("datasets", [])})
     merged = {**latest, "workers": workers, "waits": waits, "advice": advice_of(waits), "figures": figures}
-    return {**merged, "datasets": datasets} if counts else merged
+    return {**merged, "datasets": _dataset_rows(counts)} if counts else merged
 
 
 def _age(record: Row) -> str:

@@ -51,8 +51,7 @@ class ProcessStats:
 
     def shares(self) -> dict[str, float]:
         """The share of the time that each cause of waiting took."""
-        elapsed_s = max(self.received_at - self.since, 1e-3)
-        latest = self.latest
+        elapsed_s, latest = max(self.received_at - self.since, 1e-3), self.latest
         waits = {cause: s - self.base.waits_s.get(cause, 0.0) for cause, s in latest.waits_s.items()}
         if latest.waiting_s:
             waits[latest.waiting_for] = waits.get(latest.waiting_for, 0.0) + latest.waiting_s

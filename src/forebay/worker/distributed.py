@@ -57,7 +57,8 @@ class DistributedRun:
 
     def __init__(self, training: Training) -> None:
         config = training.config
-        self.training, self.lockstep = training, hasattr(trainer_class(config.resolved_trainer()), "gradients")
+        self.training = training
+        self.lockstep = hasattr(trainer_class(config.resolved_trainer()), "gradients")
         self.collective: Collective | None = None
         self.generation: Generation | None = None
         self._ended = threading.Event()
@@ -75,7 +76,14 @@ class DistributedRun:
         with self.membership as membership:
             SupervisedThread(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
-                self._apply_settings(membership.agree())
+                settings = membership.agree()
+                training.apply_config(merge_settings(training.config, settings))
+                self.lockstep = hasattr(trainer_class(training.config.resolved_trainer()), "gradients")
+                if self.lockstep != settings["lockstep"]:
+                    raise UsageError(
+                        "trainer: expected a model of all workers, or of none, got both. Give each worker of the run "
+                        "the same model_size, or the same trainer."
+                    )
                 training.start()  # the model is made before others wait for this worker
                 generation = membership.join()
                 training.start()
@@ -91,16 +99,6 @@ class DistributedRun:
             finally:
                 self._ended.set()
                 self._leave_group()
-
-    def _apply_settings(self, settings: dict[str, Any]) -> None:
-        training, config = self.training, merge_settings(self.training.config, settings)
-        names = training.config.resolved_trainer(), config.resolved_trainer()
-        if names[0] != names[1]:
-            raise UsageError(
-                f"model_size: expected {config.model_size!r} as the run has it, got a worker that counts. Add "
-                f"--model-size {config.model_size}."
-            )
-        training.apply_config(config)
 
     def _leave_when_stopped(self) -> None:
         """Leave if the worker is stopped while it waits for others; in a step, give it STOP_S to end."""

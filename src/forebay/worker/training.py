@@ -172,7 +172,7 @@ class Training:
     def start(self, *, is_alone: bool = False) -> None:
         """Make the trainer, log data, trainer and settings without effect once, and start the clocks."""
         if not self._described:
-            self.log(f"{self.data.describe()}; {self.trainer.describe()}")
+            self.log(f"{self.data.about}; {self.trainer.describe()}")
             is_text = self.config.dataset_name is not None
             is_count = self.config.resolved_trainer() == "count"
             size, proposed = self.config.model_size, SIZES[self.config.model_size or "tiny"].batch_size

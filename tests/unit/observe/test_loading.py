@@ -7,12 +7,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from forebay.observe.loading import progress, words
 
 import forebay
 from forebay.errors import MissingPackageError
 from forebay.load.loader import Loader
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
-from forebay.observe.loading import progress, words
 from support.feeding import make_dataset
 
 
