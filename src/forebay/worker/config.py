@@ -109,7 +109,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_choice("dataset_type", self.dataset_type, DATASET_TYPES)
-        check_choice("model_size", self.model_size, (*SIZES, None))
+        check_choice("model_size", self.model_size, (None, *SIZES))
         check_trainer(self.resolved_trainer())
         check_choice("streaming", self.streaming, (None, True, False))
         for name in ("batch_size", "seq_len", "num_steps"):

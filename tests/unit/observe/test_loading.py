@@ -1,36 +1,29 @@
-"""A loader that is watched: words of progress, metrics over a real socket, the bottleneck that is reported."""
+"""A loader that is watched: MFU, metrics over a real socket, the bottleneck that is reported."""
 
 import logging
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from forebay.observe.loading import progress, words
 
 import forebay
-from forebay.errors import MissingPackageError
+from forebay.errors import MissingPackageError, UsageError
 from forebay.load.loader import Loader
+from forebay.load.mfu import flops_per_token, peak_flops
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
+from forebay.observe.metrics import loader_metrics, view_metrics
+from forebay.observe.sources import LoaderSource
+from forebay.observe.top import format_view
+from forebay.observe.views import merge_views
 from support.feeding import make_dataset
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return make_dataset(tmp_path / "small", 3, 100, 10)
-
-
-def test_progress_gives_every_batch_and_is_silent_without_a_terminal(folder: Path, capsys):
-    assert sum(len(batch) for batch in progress(Loader(folder, seq_len=10, batch_size=7))) == 300
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_words_of_a_stretch():
-    before = {"tokens": 0.0, "samples": 0.0, **{f"{cause}_s": 0.0 for cause in CAUSES}}
-    after = {**before, "tokens": 302_000.0, "samples": 10.0, "network_s": 0.5, "disk_s": 0.1}
-    assert words(before, after, 2.0) == "151 k tokens/s, waits 30 % (network)"
-    assert words(before, {**before, "samples": 10.0}, 2.0) == "5 samples/s, never waits"
 
 
 def test_metrics_are_served(folder: Path):
@@ -73,6 +66,60 @@ def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog):
 def test_little_waiting_is_no_bottleneck():
     assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
     assert find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0).cause == "disk"
+
+
+def test_mfu_is_what_was_trained_over_what_the_device_could(folder: Path):
+    """By hand: 6 x 1,000 + 12 x 2 layers x 8 wide x 10 tokens = 7,920 operations a token."""
+    flops = flops_per_token(1000, num_layers=2, width=8, seq_len=10)
+    assert flops == 7920
+    ranks = []
+    for rank, peak in enumerate((1e6, 2e6)):
+        loader, calls = Loader(folder, seq_len=10, batch_size=10, rank=rank, world_size=2), []
+        loader.measure_mfu(flops, peak)
+        loader.add_callback(lambda metrics, step, calls=calls: calls.append(metrics), every_steps=5)
+        source, started = LoaderSource(loader), time.perf_counter()
+        assert sum(len(batch) for batch in loader) == 150
+        view, elapsed_s = source.poll(), time.perf_counter() - started
+        ideal_s = 1500 * 7920 / peak
+        assert loader.stats()["ideal_s"] == pytest.approx(ideal_s)
+        for metrics in calls:
+            assert metrics["mfu"] == pytest.approx(metrics["tokens_per_s"] * 7920 / peak)
+        assert view["figures"]["MFU"] == (view["workers"][0]["mfu"], "share")
+        assert view["workers"][0]["mfu"] >= ideal_s / elapsed_s and "MFU" in format_view(view)
+        families = {family.name: family.samples for family in (*view_metrics(view), *loader_metrics(loader))}
+        assert families["forebay_loader_mfu_ratio"][0].value == view["workers"][0]["mfu"]
+        assert families["forebay_loader_ideal_seconds"][0].value == pytest.approx(ideal_s)
+        ranks.append(view)
+    merged = merge_views(ranks)["figures"]["MFU"][0]
+    assert merged == pytest.approx(sum(view["workers"][0]["mfu"] for view in ranks) / 2)
+    unmeasured = LoaderSource(Loader(folder, seq_len=10, batch_size=10)).poll()
+    assert "MFU" not in unmeasured["figures"]
+    with pytest.raises(UsageError, match="above 0, got 0 and"):
+        loader.measure_mfu(0, 1e12)
+
+
+@pytest.mark.parametrize(
+    "device, dtype, tflops",
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312), ("NVIDIA H100 80GB HBM3", "float8", 1978.9),
+        ("NVIDIA H100 PCIe", "bfloat16", 756), ("NVIDIA H200", "bfloat16", 989.4), ("NVIDIA B200", "bfloat16", 2250),
+        ("NVIDIA L4", "bfloat16", 121), ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2), ("TPU v4", "bfloat16", 275),
+        ("TPU v5 lite", "bfloat16", 197), ("TPU v5", "bfloat16", 459), ("NVIDIA A100", "float8", None),
+        ("NVIDIA GeForce RTX 4090 D", "bfloat16", None), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bfloat16", None),
+        ("NVIDIA L40", "bfloat16", None), ("", "bfloat16", None),
+    ],
+)  # fmt: skip
+def test_the_peak_is_the_devices_or_has_to_be_given(device: str, dtype: str, tflops: float | None, monkeypatch):
+    for framework in ("torch", "jax"):
+        monkeypatch.setitem(sys.modules, framework, None)
+    if tflops is None:
+        with pytest.raises(UsageError, match=rf"figure for {dtype} is known, got '{device or 'no accelerator'}"):
+            peak_flops(device, dtype)
+        return
+    assert peak_flops(device, dtype) == tflops * 1e12
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: device)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert peak_flops(dtype=dtype) == tflops * 1e12
 
 
 def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 from forebay.errors import UsageError
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.__main__ import main
-from forebay.worker.config import MODEL_SIZES
+from forebay.worker.config import SIZES
 from forebay.worker.trainer import CountTrainer
-from forebay.worker.training import OutOfMemoryError, Training, is_out_of_memory, out_of_memory
+from forebay.worker.training import OutOfMemoryError, Training, is_out_of_memory, out_of_memory, trainer_class
 
 COUNT = {"trainer": "count", "num_steps": 6}
 
@@ -40,25 +41,24 @@ def test_the_defaults_of_the_guide():
     assert batches == [32, 32, 32]
     assert (config.dataset_type, config.dataset_name, config.tokenizer_name) == ("dummy", None, None)
     assert (config.batch_size, config.seq_len, config.num_steps) == (4, 32, 100)
-    assert set(MODEL_SIZES) == {"tiny", "small", "medium"}
+    assert set(SIZES) == {"tiny", "small", "medium"} and config.resolved_trainer() == "count"
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.batch_size = 8
 
 
 @pytest.mark.parametrize(
-    "settings, seq_len, tokenizer",
+    "settings, seq_len",
     [
-        ({}, 32, None),
-        ({"dataset_name": "pile"}, 2048, "EleutherAI/gpt-neox-20b"),
-        ({"dataset_name": "fineweb-edu", "tokenizer_name": "EleutherAI/gpt-neox-20b"}, 1024, "EleutherAI/gpt-neox-20b"),
-        ({"dataset_name": "bigcode/the-stack", "tokenizer_name": "other", "seq_len": 2048}, 2048, "other"),
-        ({"dataset_name": "someone/something"}, 512, "gpt2"),
+        ({}, 32),
+        ({"dataset_name": "pile"}, 2048),
+        ({"dataset_name": "bigcode/the-stack", "seq_len": 2048}, 2048),
+        ({"dataset_name": "someone/something"}, 512),
     ],
 )
-def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int, tokenizer: str | None):
+def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int):
     config = WorkerConfig(**settings)
     assert config.dataset_type == ("huggingface" if "dataset_name" in settings else "dummy")
-    assert (config.resolved_seq_len(), config.resolved_tokenizer()) == (seq_len, tokenizer)
+    assert config.resolved_seq_len() == seq_len
     assert dataclasses.replace(config, batch_size=9).resolved_seq_len() == seq_len
 
 
@@ -137,7 +137,10 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path):
 @pytest.mark.parametrize(
     "settings, named",
     [
-        ({"model_size": "medium", "learning_rate": 0.5, "device": "cuda"}, ["model_size, learning_rate, device"]),
+        (
+            {"trainer": "count", "model_size": "medium", "learning_rate": 0.5, "device": "cuda"},
+            ["model_size, learning_rate, device"],
+        ),
         ({"lanes": 2, "streaming": True, "timeout_s": 1, "vocab_size": 9}, ["streaming, lanes", "timeout_s"]),
         ({"dataset_name": "", "vocab_size": 9, "lanes": 2, "tokenizer_name": "bytes"}, ["vocab_size"]),
     ],
@@ -147,6 +150,31 @@ def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any
     settings = {**settings, "dataset_name": str(corpus)} if "dataset_name" in settings else settings
     Training(WorkerConfig(num_steps=1, **settings), threading.Event(), lines.append).run()
     assert [line.partition(":")[0] for line in lines if "without effect" in line] == named
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"model_size": "tiny", "batch_size": 64}, {"learning_rate": 1e-3}, {"device": "cpu"}, {"trainer": "gpt"}],
+)
+def test_a_setting_of_a_model_trains_one(corpus: Path, settings: dict[str, Any], monkeypatch):
+    torch, lines = pytest.importorskip("torch"), []
+    config = WorkerConfig(dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, num_steps=20, **settings)
+    report = Training(config, threading.Event(), lines.append).run()
+    assert "a GPT of " in lines[0] and report.losses[-1] < report.losses[0] - 1
+    assert ("batch_size: 64 samples; 32 to begin with for 'tiny'" in lines) == ("batch_size" in settings)
+    trainer = trainer_class("gpt")(300, 8, model_size="small", learning_rate=0.5, seed=1)
+    assert trainer.optimizer.defaults["lr"] == 0.5
+    assert sum(item.numel() for item in trainer.model.parameters()) == SIZES["small"].num_parameters(300, 8)
+    ids = torch.arange(8)[None]
+    changed = torch.where(ids < 5, ids, 9)
+    assert torch.equal(trainer.model(ids)[:, :5], trainer.model(changed)[:, :5]), "a place sees none after it"
+    with pytest.raises(UsageError, match="device: expected a device of PyTorch"):
+        trainer_class("gpt")(300, 8, device="nowhere")
+    trainer_class.cache_clear()
+    monkeypatch.setitem(sys.modules, "forebay.worker.gpt", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UsageError, match=r"model_size: training a GPT needs"):
+        Training(config, threading.Event(), lines.append).run()
 
 
 def test_out_of_memory_is_told_with_what_to_try(monkeypatch):
@@ -161,7 +189,7 @@ def test_out_of_memory_is_told_with_what_to_try(monkeypatch):
     for words in ("batch_size=8, seq_len=1024", "Try batch_size=4, or seq_len=512, or model_size='small'"):
         assert words in str(reported.value)
     error = reported.value
-    assert isinstance(error, OutOfMemoryError) and (error.batch_size, error.seq_len) == (8, 1024)
+    assert isinstance(error, OutOfMemoryError)
     assert type(error.__cause__).__name__ == "OutOfMemoryError"
 
 
