@@ -1,8 +1,12 @@
-"""The names of the package."""
+"""The names of the package, and its optional packages."""
+
+import sys
+from importlib import import_module
 
 import pytest
 
 import forebay
+from support.feeding import make_dataset
 
 
 def test_the_names():
@@ -17,3 +21,20 @@ def test_the_names():
     assert issubclass(forebay.ForebayError, Exception)
     with pytest.raises(AttributeError, match="no_such_name"):
         forebay.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "package, extra, module, use",
+    [
+        ("torch", "torch", "forebay.load.torch", lambda loader: loader.to_torch()),
+        ("jax", "jax", "forebay.load.jax", lambda loader: loader.to_jax()),
+        ("fastapi", "network", "forebay.observe.dashboard", lambda loader: forebay.__getattr__("serve_dashboard")),
+        ("torch", "torch", "forebay.worker.collective", lambda loader: import_module("forebay.worker.collective")),
+    ],
+)
+def test_a_missing_package_is_told_with_its_extra(tmp_path, monkeypatch, package: str, extra: str, module: str, use):
+    loader = forebay.Loader(make_dataset(tmp_path / "x", 1, 10, 4), seq_len=4, batch_size=2)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"needs {package}\. Install it with: pip install 'forebay\[{extra}\]'"):
+        use(loader)

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
-from itertools import islice
+from functools import partial
+from itertools import islice, zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,9 +205,54 @@ def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch):
     assert ids(view) == ids(view) == expected[:3] and len(view) == 3 and fresh.step == 0
     with pytest.raises(UsageError, match="num_workers: expected 0"):
         next(iter(fresh.take(3).to_torch(num_workers=1)))
-    monkeypatch.setattr("forebay.load.torch.get_worker_info", lambda: SimpleNamespace(num_workers=1))
-    with pytest.raises(UsageError, match=r"Use loader.to_torch\(num_workers=...\)"):
-        next(iter(loader.to_torch()))
+    with pytest.raises(TypeError, match=r"DataLoader\(loader.to_torch\(\), batch_size=None\)"):
+        next(iter(torch.utils.data.DataLoader(loader)))
+    monkeypatch.setattr("forebay.load.torch.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
+    with pytest.raises(UsageError, match="got 1: one process makes their batches"):
+        next(iter(view))
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_workers_of_a_dataloader_make_its_batches_in_turn_pass_after_pass(data: Path, monkeypatch, endless: bool):
+    """Copies of the loader stand for the processes: real ones are in tests/slow/load/test_torch_helpers.py."""
+    expected, epochs = [item["ids"] for item in read_plain(data, 3)], None if endless else 1
+    loader = Loader(data, **ARGUMENTS, epochs=epochs)
+    loader.load_state_dict(loader.state_at(3))
+    batches, workers = loader.to_torch(), []
+    for index in range(3):
+        copy = loader.to_torch()
+        copy.loader = pickle.loads(pickle.dumps(loader))
+        workers.append((index, copy))
+
+    def read(index: int, copy: Any):
+        with monkeypatch.context() as patch:
+            patch.setattr("forebay.load.torch.get_worker_info", lambda: SimpleNamespace(id=index, num_workers=3))
+            return iter(copy)
+
+    def read_pass(stop: int | None = None) -> list[list[int]]:
+        turns = [read(*worker) for worker in workers]
+        return ids(islice((b for row in zip_longest(*turns) for b in row if b is not None), stop))
+
+    assert read_pass(50 if endless else None) == expected[3 : 53 if endless else STEPS]
+    refused = partial(pytest.raises, UsageError, match=r"load_state_dict\(loader.state_at\(batch.step \+ 1\)\)")
+    with refused():
+        loader.state_dict()
+    with refused():
+        next(iter(batches))
+    if endless:
+        with refused():
+            read_pass()
+        return
+    assert read_pass() == expected[STEPS : 2 * STEPS]
+    read_pass(7)  # A loop that breaks: the next one is the next pass all the same.
+    fresh = loader.to_torch()
+    fresh.loader = pickle.loads(pickle.dumps(loader))
+    with refused():  # Other workers, where these are not persistent.
+        list(read(0, fresh))
+    loader.load_state_dict(loader.state_at(STEPS + 5))
+    with refused():  # The old workers do not know of it.
+        read_pass()
+    assert ids(batches) == expected[STEPS + 5 : 2 * STEPS]
 
 
 class FakeCuda:
