@@ -3,8 +3,8 @@
     python examples/train_gpt.py                                                          text of this program
     forebay worker wiki --identity carol -- python examples/train_gpt.py
 
-The model is the one of `python -m forebay.worker --model-size tiny`. MFU is reported beside the loss, and to the
-scheduler's dashboard, where the peak of the device is known; give that of another, `PEAK_FLOPS=2e11`. Needs PyTorch 2.4.
+The model is that of `python -m forebay.worker --model-size tiny`. MFU is reported beside the loss, and on the
+scheduler's page, where the peak of the device is known; give that of another, `PEAK_FLOPS=2e11`. Needs PyTorch 2.4.
 """
 
 from __future__ import annotations

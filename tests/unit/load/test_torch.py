@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from functools import partial
 from itertools import islice, zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -212,47 +211,25 @@ def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch):
         next(iter(view))
 
 
-@pytest.mark.parametrize("endless", [False, True])
-def test_workers_of_a_dataloader_make_its_batches_in_turn_pass_after_pass(data: Path, monkeypatch, endless: bool):
-    """Copies of the loader stand for the processes: real ones are in tests/slow/load/test_torch_helpers.py."""
-    expected, epochs = [item["ids"] for item in read_plain(data, 3)], None if endless else 1
-    loader = Loader(data, **ARGUMENTS, epochs=epochs)
-    loader.load_state_dict(loader.state_at(3))
-    batches, workers = loader.to_torch(), []
-    for index in range(3):
-        copy = loader.to_torch()
-        copy.loader = pickle.loads(pickle.dumps(loader))
-        workers.append((index, copy))
+def test_workers_of_a_dataloader_make_its_batches_in_turn_pass_after_pass(data: Path):
+    """Copies of the loader stand for the processes; real ones: tests/slow/load/test_torch_helpers.py."""
+    expected, loader = [item["ids"] for item in read_plain(data, 2)], Loader(data, **ARGUMENTS)
+    loader.to_torch()
+    workers = [pickle.loads(pickle.dumps(loader)) for _ in range(4)]
 
-    def read(index: int, copy: Any):
-        with monkeypatch.context() as patch:
-            patch.setattr("forebay.load.torch.get_worker_info", lambda: SimpleNamespace(id=index, num_workers=3))
-            return iter(copy)
+    def read(index: int, worker: Loader) -> Any:
+        return worker.iterate_share(lambda batch: batch, loader.readers, (index, 3))
 
-    def read_pass(stop: int | None = None) -> list[list[int]]:
-        turns = [read(*worker) for worker in workers]
-        return ids(islice((b for row in zip_longest(*turns) for b in row if b is not None), stop))
-
-    assert read_pass(50 if endless else None) == expected[3 : 53 if endless else STEPS]
-    refused = partial(pytest.raises, UsageError, match=r"load_state_dict\(loader.state_at\(batch.step \+ 1\)\)")
-    with refused():
-        loader.state_dict()
-    with refused():
-        next(iter(batches))
-    if endless:
-        with refused():
-            read_pass()
-        return
-    assert read_pass() == expected[STEPS : 2 * STEPS]
-    read_pass(7)  # A loop that breaks: the next one is the next pass all the same.
-    fresh = loader.to_torch()
-    fresh.loader = pickle.loads(pickle.dumps(loader))
-    with refused():  # Other workers, where these are not persistent.
-        list(read(0, fresh))
+    for start in (0, STEPS):
+        rows = zip_longest(*(read(index, worker) for index, worker in enumerate(workers[:3])))
+        assert ids(batch for row in rows for batch in row if batch) == expected[start : start + STEPS]
+    for use in (loader.state_dict, lambda: next(iter(loader)), lambda: next(read(0, workers[3]))):
+        with pytest.raises(UsageError, match=r"persistent_workers=True.*loader.state_at\(batch.step \+ 1\)"):
+            use()
     loader.load_state_dict(loader.state_at(STEPS + 5))
-    with refused():  # The old workers do not know of it.
-        read_pass()
-    assert ids(batches) == expected[STEPS + 5 : 2 * STEPS]
+    with pytest.raises(UsageError, match="make a new DataLoader"):
+        next(read(0, workers[0]))
+    assert ids(loader) == expected[STEPS + 5 :]
 
 
 class FakeCuda:
