@@ -161,7 +161,7 @@ _EXTRAS = {
     "torch": "torch", "jax": "jax", "transformers": "hf", "datasets": "hf", "PIL": "vision", "pypdfium2": "books",
     "onnxruntime": "classifiers", "kenlm": "lm", "obstore": "remote", "ray": "ray", "trafilatura": "trafilatura",
     "opentelemetry": "otel",
-    **dict.fromkeys(("cryptography", "fastapi", "httptools", "libtorrent", "prometheus_client", "uvicorn"), "network"),
+    **dict.fromkeys(("cryptography", "fastapi", "libtorrent", "prometheus_client", "uvicorn"), "network"),
 }  # fmt: skip
 """The extra that brings a module; all others come with `prepare`."""
 

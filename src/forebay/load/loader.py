@@ -11,7 +11,6 @@ import logging
 import threading
 from bisect import bisect_left
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
@@ -242,7 +241,10 @@ class Loader(RunningSource[BatchT]):
     def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
         depth = self.config.samples.prefetch_batches if prefetch is None else prefetch
         maker = self._helpers(num_workers) if num_workers else self.planner
-        batches, finish = maker.batches(self.step, self.pass_of(self.step)[1]), partial(self._finish, convert)
+        batches, finish = (
+            maker.batches(self.step, self.pass_of(self.step)[1]),
+            lambda batch: self._finish(convert, batch),
+        )
         source = Prefetcher(batches, depth, finish, self._slices.pause)
 
         def spent() -> Spent:

@@ -31,8 +31,8 @@ def get_tracer() -> Any:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
-    except ModuleNotFoundError as error:
-        log.info("no spans are exported: %s", missing_package("tracing", (error.name or "").partition(".")[0]))
+    except ModuleNotFoundError:
+        log.info("no spans are exported: %s", missing_package("tracing", "opentelemetry"))
         return None
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         provider = TracerProvider()

@@ -57,10 +57,6 @@ class ProcessStats:
             waits[latest.waiting_for] = waits.get(latest.waiting_for, 0.0) + latest.waiting_s
         return {cause: min(1.0, round(s / elapsed_s, 4)) for cause, s in waits.items() if s > 0}
 
-    def mfu(self) -> float:
-        """Model FLOPs utilization; 0 where it is not measured."""
-        return (self.latest.ideal_s - self.base.ideal_s) / max(self.received_at - self.since, 1e-3)
-
 
 @dataclass(slots=True)
 class WorkerUsage:
@@ -108,7 +104,9 @@ class WorkerUsage:
         return {
             "name": self.name, "samples": self.samples, "last_seen_s": round(now - self.seen_at, 3),
             "tokens_per_s": round(self.rate(now), 1), "processes": len(processes), "wait_shares": waits,
-            "mfu": sum(process.mfu() for process in processes) / max(1, len(processes)) or None,
+            "mfu": sum(
+                (p.latest.ideal_s - p.base.ideal_s) / max(p.received_at - p.since, 1e-3) for p in processes
+            ) / max(1, len(processes)) or None,
             "cached_bytes": sum(cached for _, cached in caches), "cache_bytes": sum(size for size, _ in caches),
             **{
                 name: sum(getattr(p.latest, name) for p in processes)

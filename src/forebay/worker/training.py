@@ -175,9 +175,9 @@ class Training:
             self.log(f"{self.data.about}; {self.trainer.describe()}")
             is_text = self.config.dataset_name is not None
             is_count = self.config.resolved_trainer() == "count"
-            size, proposed = self.config.model_size, SIZES[self.config.model_size or "tiny"].batch_size
-            if size and self.config.batch_size > proposed:
-                self.log(f"batch_size: {self.config.batch_size} samples; {proposed} to begin with for {size!r}")
+            size = self.config.model_size
+            if size and self.config.batch_size > SIZES[size].batch_size:
+                self.log(f"batch_size: {self.config.batch_size}; {SIZES[size].batch_size} to begin with for {size!r}")
             for is_unused, names, what in (
                 (
                     is_count,

@@ -159,7 +159,7 @@ def test_a_setting_of_a_model_trains_one(corpus: Path, settings: dict[str, Any],
     config = WorkerConfig(dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, num_steps=20, **settings)
     report = Training(config, threading.Event(), lines.append).run()
     assert "a GPT of " in lines[0] and report.losses[-1] < report.losses[0] - 1
-    assert ("batch_size: 64 samples; 32 to begin with for 'tiny'" in lines) == ("batch_size" in settings)
+    assert ("batch_size: 64; 32 to begin with for 'tiny'" in lines) == ("batch_size" in settings)
     trainer, ids = trainer_class("gpt")(300, 8, model_size="small"), torch.arange(8)[None]
     assert torch.equal(trainer.model(ids)[:, :5], trainer.model(ids * (ids < 5))[:, :5]), "a place sees none after it"
     assert trainer.step(ids.numpy(), np.full((1, 8), -100)) == 0.0
