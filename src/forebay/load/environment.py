@@ -42,4 +42,4 @@ def read_stats(directory: Path) -> dict[str, float]:
         total.update(json.loads(path.read_text()), loaders=1)
     elapsed_s = total["wait_s"] + total["busy_s"]
     shares = {"wait_share": "wait_s", "mfu": "ideal_s"} if elapsed_s else {}
-    return {**total, **{name: total[key] / elapsed_s for name, key in shares.items()}}
+    return dict(total) | {name: total[key] / elapsed_s for name, key in shares.items()}

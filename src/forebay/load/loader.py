@@ -217,7 +217,7 @@ class Loader(RunningSource[BatchT]):
 
         def open_batches(convert: Convert | None, prefetch: int | None) -> Batches:
             view: Loader[BatchT] = type(self).__new__(type(self))
-            vars(view).update(vars(self), step=start, _epochs=epochs, _shares=False, _reporting_pid=0)
+            vars(view).update(vars(self), step=start, _epochs=epochs, _shares=False, _reporting_pid=0, readers=None)
             view._reset()
             with view:
                 yield from view.iterate(convert, prefetch)

@@ -47,8 +47,6 @@ def test_workers_of_a_dataloader_stay_and_read_in_order(data: Path, method: str)
     expected, loader = list_ids(Loader(data, epochs=4, **arguments)), Loader(data, **arguments)
     pool = torch.utils.data.DataLoader(loader.to_torch(), batch_size=None, persistent_workers=True, **options)
     assert [samples for _ in range(3) for samples in list_ids(pool)] == expected[:45]
-    loader.load_state_dict(loader.state_at(49))
-    assert list_ids(torch.utils.data.DataLoader(loader.to_torch(), batch_size=None, **options)) == expected[49:]
 
 
 def test_a_script_without_a_main_guard_may_use_helpers(data: Path, tmp_path):
