@@ -223,7 +223,7 @@ class RunningSource(Closing, BatchSource[BatchT]):
             UsageError: If a number is not above 0, or the device is not known.
         """
         peak = mfu.peak_flops(peak_flops) if isinstance(peak_flops, str) else peak_flops
-        if not (flops > 0 and peak > 0):
+        if not min(flops, peak) > 0:
             raise UsageError(f"measure_mfu: expected flops and peak_flops above 0, got {flops!r} and {peak!r}.")
         self._mfu = flops / peak, self._num_units()
 

@@ -226,6 +226,7 @@ def test_workers_of_a_dataloader_make_its_batches_in_turn_pass_after_pass(data: 
     for use in (loader.state_dict, lambda: next(iter(loader)), lambda: next(read(0, workers[3]))):
         with pytest.raises(UsageError, match=r"persistent_workers=True.*loader.state_at\(batch.step \+ 1\)"):
             use()
+    assert len(ids(loader.take(2))) == 2
     loader.load_state_dict(loader.state_at(STEPS + 5))
     with pytest.raises(UsageError, match="make a new DataLoader"):
         next(read(0, workers[0]))
