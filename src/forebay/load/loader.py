@@ -260,7 +260,13 @@ class Loader(RunningSource[BatchT]):
         return batch.step, counts, batch if convert is None else convert(batch)
 
     def iterate_share(self, convert: Convert, readers: Any, share: tuple[int, int]) -> Batches:
-        """In worker k of n of a DataLoader, for `share` (k, n): its batches of the next pass."""
+        """In worker k of n of a DataLoader: its batches of the next pass.
+
+        Args:
+            convert: As of `iterate`.
+            readers: The loader's, shared between processes.
+            share: (k, n).
+        """
         self._check_readers(readers[share[0]] != self._is_reader)
         self._pause()
         start, stop = self.step, self.pass_of(self.step)[1]
