@@ -8,9 +8,8 @@ pinned memory, copied at each step (the bound of what reaches the device when no
 DATASET; `node`, a Loader with an empty cache, fed by a data node of a network with mutual TLS on this machine;
 `dataloader`, a DataLoader of PyTorch with worker processes and pinned memory over all tokens in memory.
 
-MFU as in Chowdhery et al. 2022 (PaLM), appendix B: a token takes 6 N + 12 layers * width * seq_len operations, where N
-are the weights without positions; the peak is that of dense bf16 products by the maker's data sheet. `product` is the
-share of the rate of one large product that is measured here. Needs PyTorch 2.4.
+MFU is that of `forebay.load.mfu`, where N are the weights without positions. `product` is the share of the rate of one
+large product that is measured here. Needs PyTorch 2.4.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,16 @@ from typing import Any
 import numpy as np
 import torch
 from examples.inference import Servers, start_network
-from examples.train_gpt import Gpt
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import forebay
+from forebay.load.mfu import flops_per_token, peak_flops
 from forebay.worker.config import SIZES, Size
+from forebay.worker.gpt import Gpt
 
 MODELS = SIZES | {"350m": Size(1024, 24, 16, 16), "1.3b": Size(2048, 24, 16, 8)}
 FEEDS = ("resident", "pinned", "local", "node", "dataloader")
-PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}  # Dense bf16, operations a second, SXM parts.
 WARM_UP = 5
 
 
@@ -204,17 +203,19 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[dict[st
         return functional.cross_entropy(model(inputs).flatten(0, 1).float(), labels.flatten())
 
     if device.type == "cuda":
-        for block in model.blocks:
+        for block in model.blocks.layers:
             block.compile()
         compute_loss = torch.compile(compute_loss)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, betas=(0.9, 0.95), fused=True)
     run = Run(model, optimizer, compute_loss, device, arguments.steps, batch_size * arguments.seq_len)
     feeds = Feeds(stack, Path(arguments.dataset), arguments.seq_len, batch_size, device)
-    flops = 6 * (size.num_parameters(vocab_size, arguments.seq_len) - arguments.seq_len * size.width)
-    flops += 12 * size.num_layers * size.width * arguments.seq_len
+    flops = flops_per_token(size.num_parameters(vocab_size, 0), size.num_layers, size.width, arguments.seq_len)
     product = product_rate(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = next((value for part, value in PEAKS.items() if part in name), None)
+    name, peak = "CPU", None
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        with suppress(forebay.ForebayError):
+            peak = peak_flops(name)
     started = {name: getattr(feeds, name)() for name in arguments.feeds}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.feeds}
     for _ in range(arguments.rounds):

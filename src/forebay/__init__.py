@@ -8,7 +8,7 @@ Importing this package imports nothing else of it but the error's root: each nam
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forebay.errors import ForebayError
+from forebay.errors import ForebayError, package_for
 
 if TYPE_CHECKING:
     from forebay import callbacks
@@ -45,30 +45,34 @@ __all__ = [
     "text_filter",
 ]  # fmt: skip
 
-_HOME = {
-    "CacheOptions": "forebay.load.options",
-    "DocumentSubset": "forebay.load.packing",
-    "Loader": "forebay.load.loader",
-    "Mixture": "forebay.load.sources",
-    "NetworkOptions": "forebay.load.options",
-    "OrderOptions": "forebay.load.options",
-    "RowBatch": "forebay.load.batch",
-    "SampleOptions": "forebay.load.options",
-    "SharedShardedDatasetManager": "forebay.load.shards",
-    "TextStream": "forebay.stream.text_stream",
-    "TokenBatch": "forebay.load.batch",
-    "callbacks": "forebay.callbacks",
-    "open_dataset": "forebay.load.sources",
-    "prepare_dataset": "forebay.prepare.driver",
-    "serve_dashboard": "forebay.observe.dashboard",
-    "text_filter": "forebay.prepare.documents",
-}
+_HOME = dict(
+    line.split()
+    for line in """\
+CacheOptions forebay.load.options
+DocumentSubset forebay.load.packing
+Loader forebay.load.loader
+Mixture forebay.load.sources
+NetworkOptions forebay.load.options
+OrderOptions forebay.load.options
+RowBatch forebay.load.batch
+SampleOptions forebay.load.options
+SharedShardedDatasetManager forebay.load.shards
+TextStream forebay.stream.text_stream
+TokenBatch forebay.load.batch
+callbacks forebay.callbacks
+open_dataset forebay.load.sources
+prepare_dataset forebay.prepare.driver
+serve_dashboard forebay.observe.dashboard
+text_filter forebay.prepare.documents""".splitlines()
+)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
-    value = import_module("forebay.callbacks") if name == "callbacks" else getattr(import_module(_HOME[name]), name)
+    with package_for(f"forebay.{name}"):
+        module = import_module(_HOME[name])
+    value = module if name == "callbacks" else getattr(module, name)
     globals()[name] = value
     return value
 

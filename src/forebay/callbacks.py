@@ -4,12 +4,10 @@ loader.add_callback(forebay.callbacks.wandb(wandb.init()), every_steps=50)
 """
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 from forebay.errors import MissingPackageError
-
-Callback: TypeAlias = Callable[[dict[str, float], int], object]
+from forebay.load.stats import Callback
 
 
 def wandb(run: Any) -> Callback:

@@ -172,24 +172,28 @@ class MissingPackageError(UsageError, ImportError):
     """An optional package is not installed; `except ImportError` catches it, too."""
 
 
-def install_command(extra: str) -> str:
-    """The command that installs the packages of `extra` by name: `pip install 'pillow>=10'`."""
-    from importlib import metadata  # slow to import and needed only for this message
+_EXTRAS = {
+    "torch": "torch", "jax": "jax", "transformers": "hf", "datasets": "hf", "PIL": "vision", "pypdfium2": "books",
+    "onnxruntime": "classifiers", "kenlm": "lm", "obstore": "remote", "ray": "ray", "trafilatura": "trafilatura",
+    "opentelemetry": "otel",
+    **dict.fromkeys(("cryptography", "fastapi", "libtorrent", "prometheus_client", "uvicorn"), "network"),
+}  # fmt: skip
+"""The extra that brings a module; all others come with `prepare`."""
 
-    try:
-        requirements = metadata.requires("forebay") or []
-    except metadata.PackageNotFoundError:
-        requirements = []
-    marker = f'extra == "{extra}"'
-    names = [line.partition(";")[0].strip() for line in requirements if marker in line.replace("'", '"')]
-    return f"pip install {' '.join(repr(name) for name in names)}" if names else f"pip install '.[{extra}]'"
+
+def missing_package(user: str, package: str, otherwise: str = "") -> MissingPackageError:
+    """Return the error for a package that `user` needs: it names the extra that has it.
+
+    pip adds an extra to the installed Forebay, from a clone or a wheel, by this command in any directory.
+    """
+    extra = _EXTRAS.get(package, "prepare")
+    return MissingPackageError(f"{user} needs {package}. Install it with: pip install 'forebay[{extra}]'{otherwise}")
 
 
 @contextmanager
-def package_for(user: str, package: str, extra: str, otherwise: str = "") -> Iterator[None]:
-    """A block that imports `package`; without it MissingPackageError says who needs it and how it is installed."""
+def package_for(user: str, otherwise: str = "") -> Iterator[None]:
+    """A block that imports a package; without it MissingPackageError says who needs it and how it is installed."""
     try:
         yield
-    except ImportError as error:
-        command = install_command(extra)
-        raise MissingPackageError(f"{user} needs {package}. Install it with: {command}{otherwise}") from error
+    except ModuleNotFoundError as error:
+        raise missing_package(user, (error.name or "").partition(".")[0], otherwise) from error

@@ -9,12 +9,13 @@ import importlib
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
 
-from forebay.errors import UsageError
+from forebay.errors import UsageError, package_for
 
 
 @cache
@@ -61,7 +62,8 @@ def load_plugin(
                 )
             return entry.load()
         module, _, attributes = built_in.get(name, name).partition(":")
-        item: Any = importlib.import_module(module)
+        with package_for(name) if name in built_in else nullcontext():
+            item: Any = importlib.import_module(module)
         for attribute in attributes.split("."):
             item = getattr(item, attribute)
         return item

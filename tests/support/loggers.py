@@ -28,6 +28,7 @@ def sources(folder: Path) -> dict:
 
 
 def run(source: Any, callback: forebay.callbacks.Callback) -> None:
+    source.measure_mfu(6e6, 1e12)
     source.add_callback(callback, every_steps=10)
     for _ in source:
         pass

@@ -71,6 +71,8 @@ RANKS = [  # Environment, rank and world size, ranks of this machine.
     ("SLURM_PROCID=0 SLURM_NTASKS=4", (0, 4), 1),
     ("SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_PROCID=0", (0, 1), 1),
     ("SLURM_JOB_ID=7 SLURM_NTASKS=8", (0, 1), 1),
+    ("SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", (0, 1), 1),
+    (f"{STEP} SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 WORLD_SIZE=8", (2, 4), 1),
     ("SLURM_JOB_ID=7 SLURM_NTASKS=1 SLURM_PROCID=0", (0, 1), 1),
     ("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALNRANKS=2", (1, 4), 2),
     ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2", (1, 2), 1),
@@ -94,7 +96,7 @@ def test_the_rank_is_that_of_the_launcher_that_started_the_process(
     for pair in variables.split():
         monkeypatch.setenv(*pair.split("=", 1))
     assert rank_of_world(None, None) == expected and ranks_per_node(expected[1]) == local
-    is_told = "SLURM_NTASKS=8" in variables and expected == (0, 1) and "STEP" not in variables
+    is_told = "SLURM_NTASKS=8" in variables and expected == (0, 1) and STEP not in variables
     assert ("no step of the job started it" in caplog.text) == is_told
     for pair in variables.split():
         monkeypatch.delenv(pair.partition("=")[0])

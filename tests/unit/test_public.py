@@ -1,7 +1,8 @@
-"""The names of the package, and every option of it."""
+"""The names of the package, every option of it, and its optional packages."""
 
 import inspect
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,13 @@ import pytest
 import forebay
 from forebay.errors import UsageError
 from forebay.stream import StreamOptions
+from support.feeding import make_dataset
 from support.preparing import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_names():
-    assert set(forebay.__all__) == {
-        "CacheOptions", "DocumentSubset", "ForebayError", "Loader", "Mixture", "NetworkOptions", "OrderOptions",
-        "RowBatch", "SampleOptions", "SharedShardedDatasetManager", "TextStream", "TokenBatch", "__version__",
-        "callbacks", "open_dataset", "prepare_dataset", "serve_dashboard", "text_filter",
-    }  # fmt: skip
     assert set(forebay.__all__) <= set(dir(forebay))
     for name in forebay.__all__:
         assert getattr(forebay, name) is not None
@@ -61,3 +58,14 @@ def test_each_size_may_be_text(tmp_path):
         assert getattr(created, name) == 96 << 20
         with pytest.raises(UsageError, match=f"{name}: 'much' is not a size"):
             kind(**arguments, **{name: "much"})
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_a_missing_package_is_told_with_its_extra(tmp_path, monkeypatch, name: str):
+    loader = forebay.Loader(make_dataset(tmp_path / "x", 1, 10, 4), seq_len=4, batch_size=2)
+    monkeypatch.delitem(sys.modules, f"forebay.load.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        ImportError, match=rf"to_{name} needs {name}\. Install it with: pip install 'forebay\[{name}\]'"
+    ):
+        getattr(loader, f"to_{name}")()

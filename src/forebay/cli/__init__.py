@@ -14,7 +14,7 @@ from typing import Any
 
 from forebay.cli import data, network, nodes, operate, parser, prepare
 from forebay.cli.parser import report_failure
-from forebay.errors import ForebayError, UsageError, install_command
+from forebay.errors import ForebayError, UsageError, package_for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,35 +31,25 @@ def _run(args: argparse.Namespace) -> int:
             from forebay.storage.base import load_env_file
 
             load_env_file(env_file)
-        return int(args.verb(args) or 0)
+        with package_for("this command"):
+            return int(args.verb(args) or 0)
     except BrokenPipeError:
         # The reader of our output ended: not a failure. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ForebayError, OSError, ModuleNotFoundError) as error:
+    except (ForebayError, OSError) as error:
         log_format = getattr(args, "log_format", "text")
         report_failure(type(error).__name__, _message(error), args.json is True, log_format=log_format)
         return 2 if isinstance(error, UsageError) else 1
 
 
-def _message(error: ForebayError | OSError | ModuleNotFoundError) -> str:
+def _message(error: ForebayError | OSError) -> str:
     """The text of an error for users, with what to do next."""
     if isinstance(error, ForebayError):
         return str(error)
-    if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0]
-        command = install_command(_EXTRAS.get(package, "prepare"))
-        return f"this command needs the package {package!r}, which is not installed. Install it with: {command}"
     path = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror or error}{path}: {_ADVICE.get(error.errno or 0, 'the operating system refused')}."
 
-
-_EXTRAS = {
-    "cryptography": "network", "libtorrent": "network", "torch": "torch", "transformers": "hf", "datasets": "hf",
-    "PIL": "vision", "kenlm": "lm", "obstore": "remote", "ray": "ray",
-    "prometheus_client": "network", "fastapi": "network", "uvicorn": "network", "starlette": "network",
-}  # fmt: skip
-"""Which extra brings a package; all others come with `prepare`."""
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full. Free some space or choose another directory, then run the same command again",

@@ -97,7 +97,7 @@ def _too_large(limit: int) -> _RefusedError:
 
 
 def _pdf_text(data: bytes, limit: int) -> tuple[str, Mapping[str, str]]:
-    with package_for("PDF", "pypdfium2", "books"):
+    with package_for("PDF"):
         import pypdfium2
     pages = []
     size = 0

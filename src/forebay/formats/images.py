@@ -181,7 +181,7 @@ def unwrap_images(source: TableSource) -> TableSource:
 
 def decode(blob: bytes | None, channels: int | None, options: ConvertOptions) -> U8 | str:
     """Return U8 [C, H, W], or the reason why there is none; `channels` 1 or 3, None for 1 if it is grey, else 3."""
-    with package_for("An image", "pillow", "vision"):
+    with package_for("An image"):
         from PIL import Image, ImageOps
     if not blob:
         return "no bytes"

@@ -120,7 +120,7 @@ class TFRecord(Format):
 
 def crc32c() -> Callable[[bytes], int]:
     """Return the function that computes CRC-32C. Raises MissingPackageError."""
-    with package_for("TFRecord", "google-crc32c", "prepare"):
+    with package_for("TFRecord"):
         import google_crc32c
     value: Callable[[bytes], int] = google_crc32c.value
     return value

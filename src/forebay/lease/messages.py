@@ -108,6 +108,7 @@ class WorkerStats(_Message):
     Attributes:
         busy_s, waits_s: Time between batches; time waited for them, by cause (`forebay.load.stats`).
         waiting_s, waiting_for: The wait in progress.
+        ideal_s: What the received tokens take at the device's peak; 0 where MFU is not measured.
         origin_bytes, peer_bytes, shared_bytes: Fetched from data nodes; from other workers; sent to those.
     """
 
@@ -116,6 +117,7 @@ class WorkerStats(_Message):
     waits_s: dict[Cause, Seconds] = field(default_factory=dict)
     waiting_s: Seconds = 0.0
     waiting_for: Cause = "queue"
+    ideal_s: Seconds = 0.0
     cached_bytes: Count = 0
     cache_bytes: Count = 0
     origin_bytes: Count = 0

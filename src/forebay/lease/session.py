@@ -183,7 +183,7 @@ class LeaseSession(Closing):
         return WorkerStats(
             batches=int(totals.get("batches", 0)), busy_s=totals.get("busy_s", 0.0),
             waits_s={cause: totals[f"{cause}_s"] for cause in get_args(Cause) if totals.get(f"{cause}_s")},
-            waiting_s=totals.get("waiting_s", 0.0), waiting_for=waiting_for,
+            waiting_s=totals.get("waiting_s", 0.0), waiting_for=waiting_for, ideal_s=totals.get("ideal_s", 0.0),
             cached_bytes=self.cache.used_bytes(), cache_bytes=self.cache.budget_bytes,
             origin_bytes=origin_bytes, peer_bytes=max(0, int(totals.get("fetched_bytes", 0)) - origin_bytes),
             shared_bytes=self._share.bytes_sent if self._share is not None else 0,

@@ -16,21 +16,24 @@ _log = logging.getLogger("forebay.load")
 
 # (rank, world size) as launchers set them: torchrun and similar, Open MPI, MPICH and Intel MPI, MVAPICH, jsrun,
 # Horovod, and last Slurm, whose steps start the daemons of the others.
-_ENVIRONMENTS = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
-    ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-)
+_ENVIRONMENTS = [
+    line.split()
+    for line in """\
+RANK WORLD_SIZE
+OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE
+PMI_RANK PMI_SIZE
+MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE
+JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE
+HOROVOD_RANK HOROVOD_SIZE
+SLURM_PROCID SLURM_STEP_NUM_TASKS
+SLURM_PROCID SLURM_NTASKS""".splitlines()
+]
 # Ranks of this machine: torchrun, Open MPI, MPICH, MVAPICH, Slurm (`4`, `4(x2)`; the first number counts).
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE",
     "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
 )  # fmt: skip
+_SHELL_STEP = "4294967290"  # SLURM_STEP_ID of the shell of `salloc`, where it is a step of one task.
 _POD_INDEX = "JOB_COMPLETION_INDEX"  # The rank in an indexed job of Kubernetes, whose manifest sets WORLD_SIZE.
 
 
@@ -48,17 +51,20 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """
     if rank is None and world_size is None and (group := process_group()) is not None:
         return group
-    names = next((pair for i in (1, 0) for pair in _ENVIRONMENTS if pair[i] in os.environ), _ENVIRONMENTS[0])
-    if names == _ENVIRONMENTS[-1] and "SLURM_JOB_ID" in os.environ and os.environ.get(names[0], "0") == "0":
+    # The first of those with most variables; a world size counts more than a rank.
+    names = max(_ENVIRONMENTS, key=lambda pair: [name in os.environ for name in reversed(pair)])
+    num_tasks = os.environ.get("SLURM_NTASKS", "1")
+    is_job = names == _ENVIRONMENTS[-1] and "SLURM_JOB_ID" in os.environ and os.environ.get(names[0], "0") == "0"
+    if is_job or (names[0] == "SLURM_PROCID" and os.environ.get("SLURM_STEP_ID") == _SHELL_STEP):
         # SLURM_NTASKS is the job's: its batch script has rank 0 of that many, and its shell none.
-        if rank is None and world_size is None and os.environ[names[1]] != "1":
+        if rank is None and world_size is None and num_tasks != "1":
             _log.warning(
                 "rank 0 of 1: this process reads all data. SLURM_NTASKS is %s, but no step of the job started it. "
-                "Start it with srun or torchrun, or give rank= and world_size=.", os.environ[names[1]],
+                "Start it with srun or torchrun, or give rank= and world_size=.", num_tasks,
             )  # fmt: skip
         names = _ENVIRONMENTS[0]
     if names[0] not in os.environ and _POD_INDEX in os.environ:
-        names = (_POD_INDEX, names[1])
+        names = [_POD_INDEX, names[1]]
     size = str(world_size or os.environ.get(names[1], "1")).strip()
     if rank is None and names[0] not in os.environ and size != "1":
         raise UsageError(

@@ -11,7 +11,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 from forebay.closing import Closing
-from forebay.errors import UsageError
+from forebay.errors import UsageError, package_for
+from forebay.load import mfu
 from forebay.load.batch import NumpyRows, NumpyTokens, RowBatch, Style, TokenBatch
 from forebay.load.prefetch import Prefetcher
 from forebay.load.stats import Bottleneck, Callback, Callbacks, Spent, WaitTimes, find_bottleneck
@@ -47,6 +48,8 @@ class BatchSource(ABC, Generic[BatchT]):
     def __iter__(self) -> Iterator[BatchT]:
         return self.iterate()
 
+    readers: Any = None  # Shared with the workers of a DataLoader of PyTorch: 1 for each that has begun.
+
     @overload
     def to_torch(
         self: BatchSource[NumpyTokens], device: Any = None, prefetch: int = 2, num_workers: int = 0,
@@ -76,7 +79,8 @@ class BatchSource(ABC, Generic[BatchT]):
                 Helps only where a batch costs more than a training step; 0: none.
             style: "batch": TokenBatch or RowBatch. "plain" or "transformers": dicts, as by `batch.as_dict`.
         """
-        from forebay.load.torch import TorchBatches
+        with package_for("to_torch"):
+            from forebay.load.torch import TorchBatches
 
         return TorchBatches(self, device, prefetch, num_workers, style)
 
@@ -100,7 +104,8 @@ class BatchSource(ABC, Generic[BatchT]):
         Raises:
             UsageError: If a global batch is not a multiple of the processes.
         """
-        from forebay.load.jax import JaxBatches
+        with package_for("to_jax"):
+            from forebay.load.jax import JaxBatches
 
         return JaxBatches(self, sharding, prefetch)
 
@@ -114,6 +119,7 @@ class RunningSource(Closing, BatchSource[BatchT]):
     cache_bytes = 0  # Limit of the cache; 0 without one.
     settings = ""
     """The settings that are not their default, as text."""
+    _mfu = 0.0, 0.0  # Seconds of a token at the device's peak, and the tokens before they were counted.
 
     def _reset(self) -> None:
         """Make everything that iterating changes."""
@@ -124,6 +130,10 @@ class RunningSource(Closing, BatchSource[BatchT]):
     @abstractmethod
     def stats(self) -> dict[str, float]:
         """Times in seconds, and counts, since this object was made."""
+
+    @abstractmethod
+    def _num_units(self) -> float:
+        """Tokens received since this object was made, or samples where they have no length."""
 
     @abstractmethod
     def pass_of(self, step: int) -> tuple[int, int | None]:
@@ -193,9 +203,33 @@ class RunningSource(Closing, BatchSource[BatchT]):
         """Call `fn(metrics, step)` every so many steps, in the loop's thread; see `forebay.callbacks` for loggers.
 
         Metrics are of the steps since the last call: `tokens_per_s` (or `samples_per_s`), `wait_share` (the fraction of
-        the time spent waiting for batches) and `wait_CAUSE_share`; and `epoch`, `samples`, `tokens` of the run so far.
+        the time spent waiting for batches), `wait_CAUSE_share`, and after `measure_mfu` `mfu`; and `epoch`, `samples`,
+        `tokens` of the run so far.
         """
         self._callbacks.add(fn, every_steps)
+
+    def measure_mfu(self, flops: float, peak_flops: float | str = "") -> None:
+        """Report model FLOPs utilization, in [0, 1], as `mfu` beside `wait_share`; `stats()` has it as `ideal_s`.
+
+        It is this rank's: of its tokens, and of the devices that train them. Ranks take their steps together: for all
+        of them it is the mean.
+
+        Args:
+            flops: Operations that training takes for a token, of rows for a sample; see `forebay.load.mfu`.
+            peak_flops: Dense FLOP/s of this rank's devices together, or a device's name, for its products in bfloat16:
+                by default that of the current CUDA device of PyTorch, or of the first device of JAX.
+
+        Raises:
+            UsageError: If a number is not above 0, or the device is not known.
+        """
+        peak = mfu.peak_flops(peak_flops) if isinstance(peak_flops, str) else peak_flops
+        if not min(flops, peak) > 0:
+            raise UsageError(f"measure_mfu: expected flops and peak_flops above 0, got {flops!r} and {peak!r}.")
+        self._mfu = flops / peak, self._num_units()
+
+    def _ideal_s(self) -> float:
+        token_s, start = self._mfu
+        return token_s * (self._num_units() - start)
 
 
 class Take(BatchSource[BatchT]):

@@ -8,6 +8,7 @@ import atexit
 import json
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,10 @@ def write_stats(loader: Any, pid: int) -> None:
 
 
 def read_stats(directory: Path) -> dict[str, float]:
-    """The sums of the statistics in a directory; `loaders` is their number, `wait_share` the share of the time."""
-    total: dict[str, float] = {"loaders": 0}
+    """The sums of the statistics in a directory; `loaders` is their number, `wait_share` and `mfu` are of all time."""
+    total: Any = Counter(loaders=0)
     for path in directory.glob("*.json"):
-        total["loaders"] += 1
-        for name, value in json.loads(path.read_text()).items():
-            total[name] = total.get(name, 0) + value
-    elapsed_s = total.get("wait_s", 0.0) + total.get("busy_s", 0.0)
-    return {**total, "wait_share": total["wait_s"] / elapsed_s} if elapsed_s else total
+        total.update(json.loads(path.read_text()), loaders=1)
+    elapsed_s = total["wait_s"] + total["busy_s"]
+    shares = {"wait_share": "wait_s", "mfu": "ideal_s"} if elapsed_s else {}
+    return dict(total) | {name: total[key] / elapsed_s for name, key in shares.items()}

@@ -51,11 +51,6 @@ class HelperPool:
         for index in range(num_workers):
             self._helpers.append(_Helper(pickled, index, num_workers))
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids."""
-        return [helper.process.pid for helper in self._helpers]
-
     def batches(self, start: int, stop: int | None) -> Generator[Any, None, None]:
         """The batches of steps [start, stop), in order.
 

@@ -11,7 +11,7 @@ import logging
 import threading
 from bisect import bisect_left
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
@@ -85,7 +85,6 @@ class Loader(RunningSource[BatchT]):
     @overload
     def __init__(
         self: Loader[NumpyTokens], dataset: DatasetSource | Mixture, *, seq_len: int,
-        packing: Literal["concat", "best_fit"] = "concat", document_masks: bool = False,
         **arguments: Unpack[LoaderArguments],
     ) -> None: ...  # fmt: skip
     @overload
@@ -96,17 +95,14 @@ class Loader(RunningSource[BatchT]):
     @overload
     def __init__(
         self: Loader[Any], dataset: None = None, *, seq_len: int | None = None,
-        packing: Literal["concat", "best_fit"] = "concat", document_masks: bool = False,
         **arguments: Unpack[LoaderArguments],
     ) -> None: ...  # fmt: skip
     def __init__(
-        self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None, packing: str = "concat",
-        document_masks: bool = False, **arguments: Unpack[LoaderArguments],
+        self, dataset: DatasetSource | Mixture | None = None, *, seq_len: int | None = None,
+        **arguments: Unpack[LoaderArguments],
     ) -> None:  # fmt: skip
         refuse_unknown(arguments)
-        config = LoaderConfig(
-            dataset, seq_len, packing=packing, document_masks=document_masks, **arguments,  # type: ignore[arg-type]
-        )  # fmt: skip
+        config = LoaderConfig(dataset, seq_len, **arguments)  # type: ignore[arg-type]
         self._start(config)
         self._reporting_pid = close_at_exit(self) if dataset is None else 0
 
@@ -127,7 +123,7 @@ class Loader(RunningSource[BatchT]):
 
     def _reset(self) -> None:
         super()._reset()
-        self._pausing = threading.RLock()
+        self._pausing, self._is_reader = threading.RLock(), 0
         self._pool: HelperPool | None = None
         self._of_parent: object = None
         at_fork(self)
@@ -140,6 +136,12 @@ class Loader(RunningSource[BatchT]):
         opened = self.plan.open_slices(self.run, every, self._shares, self.stats)
         self._slices, self.planner, self.leases = opened
         """`leases`: the leased samples; None without `scheduler`."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"Loader: expected iteration, got loader[{index!r}]. For a DataLoader of PyTorch: "
+            "DataLoader(loader.to_torch(), batch_size=None)."
+        )
 
     def __len__(self) -> int:
         """Batches of a full `for` at the loader's position. Raises TypeError where it has no end."""
@@ -216,7 +218,7 @@ class Loader(RunningSource[BatchT]):
 
         def open_batches(convert: Convert | None, prefetch: int | None) -> Batches:
             view: Loader[BatchT] = type(self).__new__(type(self))
-            vars(view).update(vars(self), step=start, _epochs=epochs, _shares=False, _reporting_pid=0)
+            vars(view).update(vars(self), step=start, _epochs=epochs, _shares=False, _reporting_pid=0, readers=None)
             view._reset()
             with view:
                 yield from view.iterate(convert, prefetch)
@@ -224,6 +226,7 @@ class Loader(RunningSource[BatchT]):
         return Take(self, open_batches, min(size for size in (n, stop and stop - start) if size is not None))
 
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
+        self._check_readers(any(self.readers or ()))
         if self.leases is not None and num_workers:
             raise UsageError(
                 f"num_workers: expected 0 with scheduler=, got {num_workers}: a batch counts as used in "
@@ -239,21 +242,47 @@ class Loader(RunningSource[BatchT]):
     def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
         depth = self.config.samples.prefetch_batches if prefetch is None else prefetch
         maker = self._helpers(num_workers) if num_workers else self.planner
-        max_documents, text = self.config.samples.max_documents, self._text
-
-        def finish(batch: Any) -> tuple[int, Any, Any]:
-            batch._text = text
-            if max_documents is not None:
-                batch.pad_documents(max_documents)
-            counts = len(batch.sample_ids) if batch._dataset_index is None else batch._dataset_index
-            return batch.step, counts, batch if convert is None else convert(batch)
-
-        source = Prefetcher(maker.batches(self.step, self.pass_of(self.step)[1]), depth, finish, self._slices.pause)
+        batches, finish = (
+            maker.batches(self.step, self.pass_of(self.step)[1]),
+            lambda batch: self._finish(convert, batch),
+        )
+        source = Prefetcher(batches, depth, finish, self._slices.pause)
 
         def spent() -> Spent:
             return maker.scheduler_s, maker.network_s, maker.disk_s, source.convert_s, 0.0
 
         return source, spent, _READY_S if depth or num_workers else 0.0
+
+    def _finish(self, convert: Convert | None, batch: Any) -> tuple[int, Any, Any]:
+        batch._text = self._text
+        if (max_documents := self.config.samples.max_documents) is not None:
+            batch.pad_documents(max_documents)
+        counts = len(batch.sample_ids) if batch._dataset_index is None else batch._dataset_index
+        return batch.step, counts, batch if convert is None else convert(batch)
+
+    def iterate_share(self, convert: Convert, readers: Any, share: tuple[int, int]) -> Batches:
+        """In worker k of n of a DataLoader: its batches of the next pass.
+
+        Args:
+            convert: As of `iterate`.
+            readers: The loader's, shared between processes.
+            share: (k, n).
+        """
+        self._check_readers(readers[share[0]] != self._is_reader)
+        self._pause()
+        start, stop = self.step, self.pass_of(self.step)[1]
+        self.readers, readers[share[0]] = readers, 1
+        self.step, self._is_reader = stop or start, 1 if stop else -1  # A run without an end has no second pass.
+        for batch in self.raw_batches(start, stop, share):
+            yield self._finish(convert, batch)[2]
+
+    def _check_readers(self, have_read: bool) -> None:
+        if have_read:
+            raise UsageError(
+                "Loader: workers of a DataLoader read on from pass to pass (persistent_workers=True), and only its "
+                "loop knows how far it is. Before anything else reads the loader, or saves it, load where the loop is: "
+                "loader.load_state_dict(loader.state_at(batch.step + 1)); then make a new DataLoader."
+            )
 
     def _receive(self, item: tuple[int, Any, Any]) -> Any:
         step, counts, batch = item
@@ -314,7 +343,7 @@ class Loader(RunningSource[BatchT]):
 
     def __reduce__(self) -> Any:
         """Pickled as its settings and its state: another process opens its own maps and threads."""
-        return _reopen, (self.config.for_process(self.rank, self.world_size), self.state_dict())
+        return _reopen, (self.config.for_process(self.rank, self.world_size), self.state_at(self.step))
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last batch that iterating returned. Plain JSON values.
@@ -322,6 +351,7 @@ class Loader(RunningSource[BatchT]):
         A loader of any rank and world size with the same global batch can load it. With `scheduler` it has the step and
         the jobs' ids; which samples are used is in the schedulers' ledgers.
         """
+        self._check_readers(any(self.readers or ()))
         return self.state_at(self.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
@@ -340,6 +370,8 @@ class Loader(RunningSource[BatchT]):
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
         """
         plan = self.plan
+        if self.readers:
+            self.readers[:] = bytes(len(self.readers))
         if self.leases is not None:
             step = step_of_lease_state(state, plan.jobs)
             self._pause()
@@ -360,7 +392,8 @@ class Loader(RunningSource[BatchT]):
         """Times in seconds, and counts, since the loader was made.
 
         `wait_s`: waiting for batches; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `device_s`, `queue_s`, as
-        in `forebay.load.stats`. `busy_s`: between the waits. `waiting_s`: the wait in progress. `batches`, `samples`,
+        in `forebay.load.stats`. `busy_s`: between the waits. `waiting_s`: the wait in progress. `ideal_s`, after
+        `measure_mfu`: what the received tokens take at the device's peak. `batches`, `samples`,
         `tokens` received, of a mixture also `tokens.NAME` (or `samples.NAME`) of each dataset; `slices_opened`. With a
         cache also `requests` and `fetched_bytes` (for chunks, their hashes, and the lengths of documents),
         `fetched_chunks`, `refetched_chunks` and `refetched_bytes` (a second time in one epoch), `failed`, `late` and
@@ -373,10 +406,13 @@ class Loader(RunningSource[BatchT]):
         if self.mixture is not None:
             counts |= {f"{unit}.{name}": size * n for name, n in zip(self.datasets, self._samples_of)}
         opened = {"slices_opened": self.planner.num_opened}
-        stats = {**self.waits.to_dict(), **counts, **opened, **self._slices.stats()}
+        stats = {**self.waits.to_dict(), "ideal_s": self._ideal_s(), **counts, **opened, **self._slices.stats()}
         for name in {"fetched_bytes", "requests"} & stats.keys():
             stats[name] += sum(getattr(dataset, name) for dataset in self.datasets.values())
         return stats
+
+    def _num_units(self) -> float:
+        return sum(self._samples_of) * (self.seq_len or 1)
 
     def documents(self, batch: Any) -> list[list[Document]]:
         """The documents of each sample of a batch of this loader, whole, with their ids and sources, in order.

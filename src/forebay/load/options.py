@@ -166,8 +166,10 @@ class SampleOptions:
 
 
 class LoaderArguments(TypedDict, total=False):
-    """The Loader's arguments for datasets of any layout, but the dataset."""
+    """The Loader's arguments, but those that decide the type of a batch."""
 
+    packing: Literal["concat", "best_fit"]
+    document_masks: bool
     batch_size: int | None
     global_batch_size: int | Sequence[tuple[int, int]] | None
     rank: int | None

@@ -64,8 +64,11 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
     step = int(state["step"])
     for name, value in {**identity, "global_batch_size": _sizes(run, step)}.items():
         _check_same(name, value, state.get(name))
-    if run.weights is not None:
-        _check_same(f"weights (until step {step})", run.weights.digest(step), state.get("weights"))
+    if run.weights is not None and state.get("weights") != run.weights.digest(step):
+        raise StateError(
+            f"loader state: its weights until step {step} are not this mixture's. Resuming would change the order of "
+            "the data. Change weights from a later step on, or start a new run."
+        )
     try:
         progress = run.progress(step)
     except UsageError as error:

@@ -156,17 +156,22 @@ def unit_of(stats: Mapping[str, float]) -> str:
 
 def rates(
     before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float
-) -> tuple[str, float, dict[str, float]]:
-    """Of two results of `Loader.stats()`: the unit, how many of it a second, and the share of the time by cause."""
+) -> tuple[str, float, dict[str, float], float | None]:
+    """Of two results of `Loader.stats()`: the unit, how many of it a second, the share of the time by cause, and MFU.
+
+    MFU is None unless it is measured, and where no token came.
+    """
     elapsed_s, unit = max(elapsed_s, 1e-9), unit_of(after)
     shares = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
-    return unit, (after[unit] - before[unit]) / elapsed_s, shares
+    mfu = (after["ideal_s"] - before["ideal_s"]) / elapsed_s or None
+    return unit, (after[unit] - before[unit]) / elapsed_s, shares, mfu
 
 
 def _metrics(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> dict[str, float]:
     """Rates and shares between two results of `Loader.stats()`, and counts of the run."""
-    unit, rate, shares = rates(before, after, elapsed_s)
+    unit, rate, shares, mfu = rates(before, after, elapsed_s)
     waits = {f"wait_{cause}_share": share for cause, share in shares.items()}
     counts = {name: value for name, value in after.items() if name.partition(".")[0] in ("samples", "tokens")}
     # An earlier state may have been loaded.
-    return {f"{unit}_per_s": max(0.0, rate), "wait_share": sum(waits.values()), **waits, **counts}
+    measured = {"mfu": mfu} if mfu else {}
+    return {f"{unit}_per_s": max(0.0, rate), **measured, "wait_share": sum(waits.values()), **waits, **counts}

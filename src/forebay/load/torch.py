@@ -6,6 +6,7 @@ cross as that array. Cost without a device: 10 us a batch.
 """
 
 from collections.abc import Iterator
+from multiprocessing.sharedctypes import RawArray
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -27,11 +28,12 @@ TorchRows: TypeAlias = RowBatch[torch.Tensor]
 class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # PyTorch is not checked
     """A loader's batches as tensors; made by `Loader.to_torch`, which says what the arguments mean.
 
-    Also for `torch.utils.data.DataLoader(batches, batch_size=None)`, with its num_workers=0. It has no position of its
-    own: `loader.state_dict()` counts what the loop received.
+    Also for `torch.utils.data.DataLoader(batches, batch_size=None, num_workers=3)`, whose workers make every third
+    batch. It has no position of its own: `loader.state_dict()` counts what the loop received; with workers of a
+    DataLoader only the loop knows it, and the state is `loader.state_at(batch.step + 1)`.
 
     Raises:
-        UsageError: If an argument is wrong; while iterating, in a worker process of another DataLoader.
+        UsageError: If an argument is wrong.
     """
 
     def __init__(self, loader: Any, device: Any, prefetch: int, num_workers: int, style: str) -> None:
@@ -39,14 +41,10 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         check_choice("style", style, STYLES)
         check_integer("prefetch", prefetch, 0)
         check_integer("num_workers", num_workers, 0)
-        try:
-            self.device = None if device is None else torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise UsageError(f"device: expected a device of PyTorch, got {device!r}: {error}") from error
-        if self.device is not None and self.device.type == "cuda" and not torch.cuda.is_available():
-            raise UsageError(f"device: expected one of this machine, got {device!r} and no CUDA. Use device='cpu'.")
+        self.device = None if device is None else open_device(device)
         self.loader, self.style = loader, style
         self._prefetch, self._num_workers, self._floats = prefetch, num_workers, float_types(loader)
+        loader.readers = self._readers = loader.readers or RawArray("b", 1024)  # Worker processes at most.
 
     def __len__(self) -> int:
         """As the loader's."""
@@ -63,9 +61,13 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
     def __iter__(self) -> Iterator[BatchT]:
         info = get_worker_info()
         if info is not None:
-            raise UsageError(
-                f"to_torch: expected num_workers=0 of the DataLoader around it, got {info.num_workers}. Each of its "
-                "workers would read all batches. Use loader.to_torch(num_workers=...) instead."
+            if getattr(self.loader, "leases", self) is not None:
+                raise UsageError(
+                    "DataLoader: expected num_workers=0 around leased samples, a TextStream or take(), got "
+                    f"{info.num_workers}: one process makes their batches. Leave num_workers out."
+                )
+            return self.loader.iterate_share(  # type: ignore[no-any-return]
+                self._to_host, self._readers, (info.id, info.num_workers)
             )
         device = self.device
         if device is None or device.type != "cuda":
@@ -100,6 +102,17 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
             return batch.with_arrays(convert(batch.arrays()))
         fields = batch.as_dict(self.style)
         return {**fields, **convert({name: value for name, value in fields.items() if isinstance(value, np.ndarray)})}
+
+
+def open_device(device: Any) -> Any:
+    """Return the device of PyTorch that a name stands for. UsageError if there is none."""
+    try:
+        opened = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device: expected a device of PyTorch, got {device!r}: {error}") from error
+    if opened.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device: expected one of this machine, got {device!r} and no CUDA. Use device='cpu'.")
+    return opened
 
 
 class _CudaCopies:

@@ -264,7 +264,7 @@ def open_peers(
 
 def join_dht(identity: Identity) -> Discovery:
     """Join the DHT of an identity's network. Raises UsageError if it names no node of it."""
-    with package_for("forebay://: the search for peers", "libtorrent", "network"):
+    with package_for("forebay://: the search for peers"):
         from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
     if not identity.bootstrap:
         raise UsageError(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from forebay.errors import missing_package
 from forebay.network import log
 
 _VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
@@ -30,8 +31,8 @@ def get_tracer() -> Any:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
-    except ImportError as error:
-        log.info("tracing: no spans are exported: %s. Install the extra otel.", error)
+    except ModuleNotFoundError:
+        log.info("no spans are exported: %s", missing_package("tracing", "opentelemetry"))
         return None
     if not isinstance(trace.get_tracer_provider(), TracerProvider):
         provider = TracerProvider()

@@ -39,6 +39,8 @@ run.eta_s | run_remaining_seconds | Time until the last step, at the current rat
 run.workers | run_workers | Workers in the run.
 run.generation | run_generation | The generation: it rises when workers join or leave.
 loader.total | loader_steps | Steps of the run, or of the pass.
+job.MFU | job_mfu_ratio | Model FLOPs utilization, a mean over the workers that measure it.
+loader.MFU | loader_mfu_ratio | Model FLOPs utilization, a mean over ranks.
 loader.eta_s | loader_remaining_seconds | Time until the last step, at the current rate.
 preparation.eta_s | prepare_remaining_seconds | Time until the end of the current stage, at the current rate.
 preparation.documents read | prepare_documents_read_total | Documents read.
@@ -55,6 +57,7 @@ wait | wait_ratio | Fraction of the workers' time spent waiting for batches, by 
 workers.rate tokens/s | worker_tokens_per_second | Tokens used per second, by worker.
 workers.rate samples/s | worker_samples_per_second | Samples of rows used per second, by worker.
 workers.wait_share | worker_wait_ratio | Fraction of its time that a worker waited for batches.
+workers.mfu | worker_mfu_ratio | Model FLOPs utilization of a worker that measures it.
 workers.step | worker_step | Batches that a worker has received; in a coordinated run, its step.
 workers.leases | worker_leases | Leases of a worker.
 workers.last_seen_s | worker_last_seen_seconds | Time since the last request of a worker.
@@ -80,6 +83,7 @@ dropped.documents | prepare_documents_dropped | Documents dropped, by rule and r
 stats.wait | loader_wait_seconds_total | Time that the training loop waited for batches, by cause.
 stats.busy_s | loader_busy_seconds_total | Time that the training loop spent between waits.
 stats.waiting_s | loader_current_wait_seconds | Length of the wait in progress; 0 without one.
+stats.ideal_s | loader_ideal_seconds_total | Time that the received tokens take at the device's peak: its rate is MFU.
 stats.batches | loader_batches_total | Batches received.
 stats.samples | loader_samples_total | Samples received.
 stats.tokens | loader_tokens_total | Tokens received; of a TextStream: encoded.

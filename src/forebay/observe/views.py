@@ -16,6 +16,7 @@ that are missing or empty have nothing to show:
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -40,8 +41,8 @@ def _columns(text: str) -> dict[str, str]:
 
 COLUMNS = {
     "workers": _columns(
-        """name state rank rate=tokens/s wait_share=share waits_for leases cached_bytes=B cache_bytes=B origin_bytes=B
-        peer_bytes=B shared_bytes=B step last_seen_s=s"""
+        """name state rank rate=tokens/s mfu=share wait_share=share waits_for leases cached_bytes=B cache_bytes=B
+        origin_bytes=B peer_bytes=B shared_bytes=B step last_seen_s=s"""
     ),
     "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
     "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers reported id"),
@@ -87,11 +88,10 @@ def job_view(status: Row, nodes: Rows) -> View:
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
     workers = [_worker_row(peer_id, worker, status) for peer_id, worker in status["workers"].items()]
     active = [worker for worker in workers if worker["state"] not in ("silent", "ended", "revoked")]
-    remaining, fetched = status["num_samples"] - status["samples_used"], {"origin": 0, "peer": 0}
-    for origin in fetched:
-        fetched[origin] = sum(worker[f"{origin}_bytes"] for worker in workers)
+    remaining = status["num_samples"] - status["samples_used"]
+    origin_bytes, peer_bytes = (sum(worker[f"{of}_bytes"] for worker in workers) for of in ("origin", "peer"))
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
-    aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], sum(fetched.values())
+    aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], origin_bytes + peer_bytes
     notes = list(status["faults"])
     if status["num_workers"] and not workers:
         notes.append("its workers and events are shown to the roles viewer and admin")
@@ -99,10 +99,11 @@ def job_view(status: Row, nodes: Rows) -> View:
     notes += dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])
     figures = {
         "throughput": (rate, "tokens/s"), "workers": len(active) if workers else status["num_workers"],
-        "waiting": (sum(waits.values()), "share") if waits else None, "leases": status["slices_leased"],
-        "asking for leases": status["idle"], "slices set aside": len(aside) if aside else None,
-        "from data nodes": (fetched["origin"], "B") if total_bytes else None,
-        "from workers": (fetched["peer"], "B") if total_bytes else None,
+        "MFU": mean_mfu(active), "waiting": (sum(waits.values()), "share") if waits else None,
+        "leases": status["slices_leased"], "asking for leases": status["idle"],
+        "slices set aside": len(aside) if aside else None,
+        "from data nodes": (origin_bytes, "B") if total_bytes else None,
+        "from workers": (peer_bytes, "B") if total_bytes else None,
         "ledger entries": status["ledger_entries"],
     }  # fmt: skip
     return make_view(
@@ -147,6 +148,12 @@ def mean_waits(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
     rows = list(shares)
     means = {cause: sum(row.get(cause, 0.0) for row in rows) / max(1, len(rows)) for cause in CAUSES}
     return {cause: round(share, 4) for cause, share in means.items() if share > 0}
+
+
+def mean_mfu(workers: Rows) -> tuple[float, str] | None:
+    """The figure of the mean MFU of the workers that measure it."""
+    measured = [worker["mfu"] for worker in workers if worker.get("mfu")]
+    return (sum(measured) / len(measured), "share") if measured else None
 
 
 def cause_of(waits: Mapping[str, float]) -> str:
@@ -233,14 +240,14 @@ def loader_view(
         cause_in_progress: What a wait in progress counts as.
     """
     elapsed_s = max(elapsed_s, 1e-9)
-    unit, rate, waits = rates(before, after, elapsed_s)
+    unit, rate, waits, mfu = rates(before, after, elapsed_s)
     waits[cause_in_progress] += min(after["waiting_s"], elapsed_s) / elapsed_s
     waits = {cause: round(min(share, 1.0), 4) for cause, share in waits.items() if share > 0}
     steps_per_s = (after["batches"] - before["batches"]) / elapsed_s
     remaining = None if total_steps is None else total_steps - state["step"]
     is_done = remaining is not None and remaining <= 0
     row = {
-        "id": f"rank {rank}", "name": f"rank {rank}", "rank": rank, "rate": rate, "step": state["step"],
+        "id": f"rank {rank}", "name": f"rank {rank}", "rank": rank, "rate": rate, "mfu": mfu, "step": state["step"],
         "state": "done" if is_done else "working" if steps_per_s else "idle", "last_seen_s": 0.0, "wait_shares": waits,
         "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits),
         "cached_bytes": int(after.get("cached_bytes", 0)), "cache_bytes": cache_bytes,
@@ -254,14 +261,17 @@ def loader_view(
             "eta_s": remaining / steps_per_s if remaining and steps_per_s else None,
         },
         figures={
-            "throughput": (rate, f"{unit}/s"), "waiting": (row["wait_share"], "share"), "ranks": world_size,
-            "epoch": state.get("epoch", 0), unit: after[unit],
+            "throughput": (rate, f"{unit}/s"), "MFU": mean_mfu([row]), "waiting": (row["wait_share"], "share"),
+            "ranks": world_size, "epoch": state.get("epoch", 0), unit: after[unit],
         },
         waits=waits, advice=advice_of(waits), workers=[row],
-        datasets=[
-            {"name": name, "tokens": n, "share": n / max(1, sum(counts.values()))} for name, n in counts.items()
-        ],
+        datasets=_dataset_rows(counts),
     )  # fmt: skip
+
+
+def _dataset_rows(counts: Mapping[str, int]) -> list[Row]:
+    total = max(1, sum(counts.values()))
+    return [{"name": name, "tokens": n, "share": n / total} for name, n in counts.items()]
 
 
 def merge_views(views: Sequence[View]) -> View:
@@ -277,13 +287,13 @@ def merge_views(views: Sequence[View]) -> View:
         if values:
             figures[label] = (sum(value for value, _ in values), values[0][1])
     figures["waiting"] = (min(1.0, sum(waits.values())), "share")
-    counts: dict[str, int] = {}
-    for row in (row for view in views for row in view.get("datasets", [])):
-        counts[row["name"]] = counts.get(row["name"], 0) + row.get("tokens", 0)
-    total = max(1, sum(counts.values()))
-    datasets = [{"name": name, "tokens": n, "share": n / total} for name, n in counts.items()]
+    if mfu := mean_mfu(workers):
+        figures["MFU"] = mfu
+    counts = Counter[str]()
+    for view in views:
+        counts.update({row["name"]: row.get("tokens", 0) for row in view.get("datasets", [])})
     merged = {**latest, "workers": workers, "waits": waits, "advice": advice_of(waits), "figures": figures}
-    return {**merged, "datasets": datasets} if counts else merged
+    return {**merged, "datasets": _dataset_rows(counts)} if counts else merged
 
 
 def _age(record: Row) -> str:

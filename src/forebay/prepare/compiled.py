@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forebay.errors import UsageError
+from forebay.errors import UsageError, missing_package
 from forebay.machine import cache_home, own_directory
 
 _compiling_s = 0.0
@@ -71,7 +71,7 @@ def _has_numba() -> bool:
 def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function at its first call, without the interpreter's lock; `options` are those of `numba.njit`."""
     if not _has_numba():
-        raise ModuleNotFoundError("No module named 'numba'", name="numba")
+        raise missing_package("a compiled kernel", "numba")
     return lambda function: Kernel(function, options)
 
 

@@ -21,7 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
-from forebay.errors import ForebayError, UsageError, did_you_mean, install_command, unknown_name
+from forebay.errors import ForebayError, MissingPackageError, UsageError, did_you_mean, unknown_name
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Method
 from forebay.prepare.documents import Stage
@@ -253,6 +253,8 @@ def _own_methods(table: Any, allow_code: bool) -> tuple[Any, list[Method]]:
 def _load_class(group: str, target: Any, built_in: Mapping[str, str], what: str, path: Keys, allow_code: bool) -> Any:
     try:
         cls = load_plugin(group, str(target), built_in, allow_code=allow_code)
+    except MissingPackageError:
+        raise
     except UsageError as error:
         raise _SettingError((*path, "use"), str(error)) from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
@@ -263,16 +265,8 @@ def _load_class(group: str, target: Any, built_in: Mapping[str, str], what: str,
 def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence[Stage]) -> Stage:
     if not isinstance(table, Mapping):
         raise _SettingError(path, f"expected a table of settings, true or false, got {table!r}")
-    try:
-        target = name if name in STAGES else table.get("use", name)
-        cls = _load_class("forebay.filters", target, STAGES, "a stage", path, allow_code)
-    except _SettingError as error:
-        cause = error.__cause__ and error.__cause__.__cause__
-        if name in STAGES and isinstance(cause, ImportError):
-            raise UsageError(
-                f"{name}: {cause.name or cause} is not installed. Install it: {install_command('prepare')}."
-            ) from error
-        raise
+    target = name if name in STAGES else table.get("use", name)
+    cls = _load_class("forebay.filters", target, STAGES, "a stage", path, allow_code)
     settings = {key: value for key, value in table.items() if key != "use" or name in STAGES}
     base = before[0] if len(before) == 1 and type(before[0]) is cls else None
     stage: Stage = _build(cls, settings, path, base, allow_code)

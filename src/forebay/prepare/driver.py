@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.dataset.manifest import printable_name
-from forebay.errors import CorruptInputError, ForebayError, PrepareError, UsageError, printable, unknown_name
+from forebay.errors import (
+    CorruptInputError,
+    ForebayError,
+    PrepareError,
+    UsageError,
+    package_for,
+    printable,
+    unknown_name,
+)
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, OutputBudget
 from forebay.formats.parquet import recorded_columns
@@ -59,6 +67,7 @@ OUTPUTS: tuple[Output, ...] = (
 )  # fmt: skip
 
 
+@package_for("prepare_dataset")
 def prepare_dataset(
     inputs: str | Path | DocumentSource | Sequence[str | Path | DocumentSource],
     out: Path | str,

@@ -51,8 +51,7 @@ class ProcessStats:
 
     def shares(self) -> dict[str, float]:
         """The share of the time that each cause of waiting took."""
-        elapsed_s = max(self.received_at - self.since, 1e-3)
-        latest = self.latest
+        elapsed_s, latest = max(self.received_at - self.since, 1e-3), self.latest
         waits = {cause: s - self.base.waits_s.get(cause, 0.0) for cause, s in latest.waits_s.items()}
         if latest.waiting_s:
             waits[latest.waiting_for] = waits.get(latest.waiting_for, 0.0) + latest.waiting_s
@@ -105,6 +104,9 @@ class WorkerUsage:
         return {
             "name": self.name, "samples": self.samples, "last_seen_s": round(now - self.seen_at, 3),
             "tokens_per_s": round(self.rate(now), 1), "processes": len(processes), "wait_shares": waits,
+            "mfu": sum(
+                (p.latest.ideal_s - p.base.ideal_s) / max(p.received_at - p.since, 1e-3) for p in processes
+            ) / max(1, len(processes)) or None,
             "cached_bytes": sum(cached for _, cached in caches), "cache_bytes": sum(size for size, _ in caches),
             **{
                 name: sum(getattr(p.latest, name) for p in processes)

@@ -244,7 +244,7 @@ class BucketOrigin(ObjectOrigin):
             return self._opened
 
     def _open(self) -> tuple[Any, Any]:
-        with package_for(f"{self.url}: a bucket", "obstore", "remote"):
+        with package_for(f"{self.url}: a bucket"):
             import obstore
         if self._is_s3 and "access_key_id" not in self._options:
             self._options = {**profile_options(), **self._options}

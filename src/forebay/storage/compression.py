@@ -241,7 +241,7 @@ def _dictionary(data: bytes) -> zstandard.ZstdCompressionDict:
 
 
 def _snappy_chunks(packed: CountedReader) -> Iterator[bytes]:
-    with package_for("Snappy", "google-crc32c", "prepare"):
+    with package_for("Snappy"):
         import google_crc32c
     while head := packed.read(4):
         kind, size = head[0], int.from_bytes(head[1:], "little")

@@ -224,10 +224,14 @@ class TextStream(RunningSource[NumpyTokens]):
         counts = {name: sum(lane.counts[name] for lane in position.lanes.values()) for name in COUNTS}
         return {
             **self.waits.to_dict(),
+            "ideal_s": self._ideal_s(),
             **counts,
             "batches": position.run_step,
             "samples_taken": position.samples_taken,
         }
+
+    def _num_units(self) -> float:
+        return self.position.run_step * self._global_batch / self.world_size * self.seq_len
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.

@@ -7,7 +7,9 @@ A flag replaces the value of `--config FILE.toml`, which replaces the dataset's 
 
 import argparse
 import asyncio
+import inspect
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -18,29 +20,10 @@ from forebay.errors import ForebayError, UsageError
 from forebay.toml import read_toml
 from forebay.worker.catalog import list_available_datasets
 from forebay.worker.client import WorkerClient, log_to_stderr
-from forebay.worker.config import DATASET_TYPES, MODEL_SIZES, WorkerConfig
+from forebay.worker.config import DATASET_TYPES, SIZES, WorkerConfig
 
-_HELP = {
-    "dataset_name": "a short name, OWNER/NAME of the hub, or a path of text files",
-    "dataset_type": "kind of data (dummy; huggingface with a name)",
-    "tokenizer_name": "in place of the dataset's own",
-    "batch_size": "samples of this worker's step (4)",
-    "seq_len": "tokens of a sample (the dataset's own, or 32)",
-    "seed": "of data and first weights (42)",
-    "streaming": "stream, or keep the files here first (streamed above 10 GB)",
-    "shuffle_buffer": "documents that are mixed (the dataset's own)",
-    "text_key": "the column with the text (the dataset's own)",
-    "num_steps": "steps of the run (100)",
-    "model_size": "of the model of FILE.py:NAME (tiny)",
-    "trainer": "count (NumPy), or FILE.py:NAME, a class of your program (count)",
-    "learning_rate": "AdamW's (0.001)",
-    "device": "cpu, cuda, … (the accelerator if there is one)",
-    "worker_id": "identifies this worker to the coordinator, also after a restart",
-    "coordinator": "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)",
-    "identity": "this node's directory, for a coordinator with mutual TLS",
-    "timeout_s": "how long to wait for a coordinator or peer that does not respond (60)",
-}
-_CHOICES = {"dataset_type": DATASET_TYPES, "model_size": tuple(MODEL_SIZES)}
+_HELP = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)  # Of each argument in a docstring.
+_CHOICES = {"dataset_type": DATASET_TYPES, "model_size": tuple(SIZES)}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,16 +34,16 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train on a dataset by its name, alone or with others.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=110),
     )
-    kinds = get_type_hints(WorkerConfig)
-    for name, help_text in _HELP.items():
-        kind = next(kind for kind in (int, float, str, bool) if kind in (kinds[name], *get_args(kinds[name])))
+    texts = dict(_HELP.findall(inspect.getdoc(WorkerConfig) or ""))
+    for name, hint in get_type_hints(WorkerConfig).items():
+        kind = next(kind for kind in (int, float, str, bool) if kind in (hint, *get_args(hint)))
         options: dict[str, Any] = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif name in _CHOICES:
             options = {"choices": _CHOICES[name], "metavar": "|".join(_CHOICES[name])}
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, help=help_text, default=argparse.SUPPRESS, **options)
+        parser.add_argument(flag, help=" ".join(texts.get(name, "").split()), default=argparse.SUPPRESS, **options)
     parser.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
     parser.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these settings; flags override it")

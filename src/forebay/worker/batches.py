@@ -67,10 +67,6 @@ class Batches:
         """Samples of all ranks' batches together."""
         return self.batch_size * self.world_size
 
-    def describe(self) -> str:
-        """The data in one line, for logs."""
-        return self.about
-
     def join_world(self, rank: int, world_size: int, samples_taken: int) -> None:
         """Continue at a sample of the run as a rank of another world: the same samples, read by other ranks."""
         self.rank = rank

@@ -10,7 +10,6 @@ coordinator's workers train over ordinary networks; on one machine's GPUs DDP is
 """
 
 import contextlib
-import importlib.util
 import io
 import logging
 import os
@@ -20,16 +19,14 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
-from forebay.errors import NetworkError, UsageError, install_command
+from forebay.errors import NetworkError, package_for
 from forebay.storage.retry import log_while_waiting
 from forebay.worker.membership_state import Generation
 from forebay.worker.trainer import PeerLostError
 
-if importlib.util.find_spec("torch") is None:
-    raise UsageError(f"collective: PyTorch is not installed. Run: {install_command('torch')}, or train apart.")
-
-import torch
-import torch.distributed as dist
+with package_for("collective: training in step", ", or train apart."):
+    import torch
+    import torch.distributed as dist
 
 log = logging.getLogger("forebay.worker")
 WAIT_S = 1.0  # of one request for a value at the coordinator

@@ -27,7 +27,7 @@ class Size:
 
     def num_parameters(self, vocab_size: int, seq_len: int) -> int:
         """Weights, tied embeddings counted once."""
-        layer = 12 * self.width**2 + 9 * self.width
+        layer = 12 * self.width**2 + 13 * self.width
         return (vocab_size + seq_len + 2) * self.width + self.num_layers * layer
 
     def state_bytes(self, vocab_size: int, seq_len: int) -> int:
@@ -48,8 +48,6 @@ SIZES = {"tiny": Size(128, 3, 4, 32), "small": Size(384, 6, 6, 16), "medium": Si
 
 
 DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")
-MODEL_SIZES = {name: size.batch_size for name, size in SIZES.items()}
-"""The model sizes, each with a batch size to begin with."""
 
 
 class _Default(int):
@@ -62,27 +60,27 @@ class WorkerConfig:
 
     UsageError if a value is out of range.
 
-    Args:
+    Args: (in parentheses what holds where a value is not given)
         dataset_type: "dummy" (random ids), "distributed_dummy" (random ids of a finite set, permuted and dealt to
             ranks) or "huggingface" (text). A dataset_name makes a dummy "huggingface".
         dataset_name: A short name of the catalogue, the hub's OWNER/NAME[/CONFIG][:SPLIT], or a path of text files.
         tokenizer_name: In place of the dataset's own.
-        batch_size: Samples of this worker's step.
-        seq_len: Tokens of a sample. Not given, it is the dataset's own, and 32 for dummies.
-        num_steps: Steps of the run.
-        model_size: "tiny", "small" or "medium".
-        worker_id: Identifies this worker to the coordinator, also after a restart; None: one is generated.
-        coordinator: "host:port" or an http(s) URL; None is the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000.
-        identity: This node's directory (`forebay network join`), for a coordinator with mutual TLS; None: plain HTTP.
-        seed: Of data, dummies and the model's first weights.
-        streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
-        shuffle_buffer: Documents that are mixed; None: the dataset's own.
-        text_key: The column with the text; None: the dataset's own.
-        learning_rate: AdamW's.
-        trainer: "count" (NumPy: which token follows which), or FILE.py:NAME, a class of your program, such as
-            examples/train_gpt.py:GptTrainer.
-        device: Of the model, for FILE.py:NAME; None: its choice.
-        timeout_s: How long to wait for a coordinator or a peer that does not respond.
+        batch_size: Samples of this worker's step (4).
+        seq_len: Tokens of a sample (the dataset's own, and 32 for dummies).
+        num_steps: Steps of the run (100).
+        model_size: "tiny", "small" or "medium": train a GPT of this size, or a model of `trainer` ("tiny").
+        worker_id: Identifies this worker to the coordinator, also after a restart (generated).
+        coordinator: "host:port" or an http(s) URL (the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000).
+        identity: This node's directory (`forebay network join`), for a coordinator with mutual TLS (plain HTTP).
+        seed: Of data, dummies and the model's first weights (42).
+        streaming: Whether text is streamed, or kept on this machine first (streamed if above 10 GB).
+        shuffle_buffer: Documents that are mixed (the dataset's own).
+        text_key: The column with the text (the dataset's own).
+        learning_rate: AdamW's (0.001).
+        trainer: "gpt" (needs PyTorch), "count" (NumPy: which token follows which), or FILE.py:NAME, a class of your
+            program ("gpt" if model_size, learning_rate or device is given, else "count").
+        device: Of the model, such as "cuda" (the accelerator if there is one).
+        timeout_s: How long to wait for a coordinator or a peer that does not respond (60).
     """
 
     dataset_type: str = "dummy"
@@ -91,7 +89,7 @@ class WorkerConfig:
     batch_size: int = 4
     seq_len: int = _Default(32)
     num_steps: int = 100
-    model_size: str = "tiny"
+    model_size: str | None = None
     worker_id: str | None = None
     coordinator: str | None = None
     identity: str | Path | None = None
@@ -99,15 +97,15 @@ class WorkerConfig:
     streaming: bool | None = None
     shuffle_buffer: int | None = None
     text_key: str | None = None
-    learning_rate: float = 1e-3
-    trainer: str = "count"
+    learning_rate: float | None = None
+    trainer: str | None = None
     device: str | None = None
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_choice("dataset_type", self.dataset_type, DATASET_TYPES)
-        check_choice("model_size", self.model_size, tuple(MODEL_SIZES))
-        check_trainer(self.trainer)
+        check_choice("model_size", self.model_size, (None, *SIZES))
+        check_trainer(self.resolved_trainer())
         check_choice("streaming", self.streaming, (None, True, False))
         for name in ("batch_size", "seq_len", "num_steps"):
             if getattr(self, name) is None:
@@ -115,8 +113,8 @@ class WorkerConfig:
             check_integer(name, getattr(self, name), 1)
         check_integer("shuffle_buffer", self.shuffle_buffer, 0)
         for name in ("learning_rate", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise UsageError(f"{name}: expected a number above 0, got {value!r}.")
         if self.worker_id is not None and not self.worker_id.strip():
             raise UsageError("worker_id: expected a name, got an empty one. Leave it out: one is generated.")
         if self.dataset_name is not None and self.dataset_type == "dummy":
@@ -142,10 +140,10 @@ class WorkerConfig:
         entry = None if self.seq_len_is_given else self.entry
         return int(self.seq_len) if entry is None else entry.seq_len
 
-    def resolved_tokenizer(self) -> str | None:
-        """The named tokenizer, else the dataset's own; None for dummies."""
-        entry = self.entry
-        return None if entry is None else self.tokenizer_name or entry.tokenizer
+    def resolved_trainer(self) -> str:
+        """The trainer's name: the given one, else that of a model if one of its settings is given."""
+        has_model = (self.model_size, self.learning_rate, self.device) != (None,) * 3
+        return self.trainer or ("gpt" if has_model else "count")
 
     def effective_batch_size(self, world_size: int) -> int:
         """Samples of a step over all workers: batch_size x world_size."""

@@ -20,8 +20,8 @@ from forebay.threads import SupervisedThread
 from forebay.worker.config import WorkerConfig
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import Generation, MembershipLostError
-from forebay.worker.trainer import LockstepTrainer, PeerLostError, trainer_class
-from forebay.worker.training import Training, TrainingReport
+from forebay.worker.trainer import LockstepTrainer, PeerLostError
+from forebay.worker.training import Training, TrainingReport, trainer_class
 
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
@@ -57,7 +57,8 @@ class DistributedRun:
 
     def __init__(self, training: Training) -> None:
         config = training.config
-        self.training, self.lockstep = training, hasattr(trainer_class(config.trainer), "gradients")
+        self.training = training
+        self.lockstep = hasattr(trainer_class(config.resolved_trainer()), "gradients")
         self.collective: Collective | None = None
         self.generation: Generation | None = None
         self._ended = threading.Event()
@@ -75,7 +76,14 @@ class DistributedRun:
         with self.membership as membership:
             SupervisedThread(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
-                training.apply_config(merge_settings(training.config, membership.agree()))
+                settings = membership.agree()
+                training.apply_config(merge_settings(training.config, settings))
+                self.lockstep = hasattr(trainer_class(training.config.resolved_trainer()), "gradients")
+                if self.lockstep != settings["lockstep"]:
+                    raise UsageError(
+                        "trainer: expected a model of all workers, or of none, got both. Give each worker of the run "
+                        "the same model_size, or the same trainer."
+                    )
                 training.start()  # the model is made before others wait for this worker
                 generation = membership.join()
                 training.start()
@@ -203,7 +211,8 @@ def shared_settings(config: WorkerConfig) -> dict[str, Any]:
     """The settings for the run to agree on: those that it must have, and those that differ from the default."""
     defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(NEEDED)
     settings = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
-    return settings | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
+    model = {"model_size": config.model_size or "tiny"} if config.resolved_trainer() == "gpt" else {}
+    return settings | model | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
 
 
 def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConfig:
@@ -219,6 +228,6 @@ def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConf
 def _load_identity(config: WorkerConfig) -> "Identity | None":
     if config.identity is None:
         return None
-    with package_for(f"identity {config.identity}: the network", "cryptography", "network"):
+    with package_for(f"identity {config.identity}: the network"):
         from forebay.network.pki.identity import Identity
     return Identity.load(config.identity)

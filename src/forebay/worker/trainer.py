@@ -1,11 +1,7 @@
-"""Trainers: the protocol, a counter in NumPy that runs anywhere, and the classes of programs by name."""
+"""Trainers: the protocol, and a counter in NumPy that runs anywhere."""
 
-import functools
-import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,8 +23,8 @@ class PeerLostError(NetworkError):
 class Trainer(Protocol):
     """Learns from one batch at a time.
 
-    A class of a program (examples/train_gpt.py) is called with vocab_size and seq_len, and by a `WorkerClient` also
-    with the model_size, learning_rate, seed and device of its configuration, all by name.
+    A class of a program is called with the vocab_size, seq_len, model_size, learning_rate, seed and device of the
+    configuration, all by name, as `forebay.worker.gpt.GptTrainer` is.
     """
 
     def step(self, inputs: Integers, labels: Integers) -> float:
@@ -97,27 +93,9 @@ def share_processors() -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // int(local)))
 
 
-@functools.cache
-def trainer_class(name: str) -> Callable[..., Trainer]:
-    """The class of a trainer by its name: the counter, or the class NAME of FILE.py:NAME, which is executed."""
-    if name == "count":
-        return CountTrainer
-    path, _, attribute = check_trainer(name).rpartition(":")
-    share_processors()
-    spec = importlib.util.spec_from_file_location(f"forebay_trainer_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None  # of a name that ends in .py
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        trainer: Callable[..., Trainer] = getattr(module, attribute)
-    except (OSError, ImportError, AttributeError) as error:
-        raise UsageError(f"trainer {name}: cannot be loaded: {error}. Give the FILE.py:NAME of a class.") from error
-    return trainer
-
-
 def check_trainer(name: str) -> str:
-    """The name, unless it is neither `count` nor FILE.py:NAME: then UsageError."""
+    """The name, unless it is neither `count`, `gpt` nor FILE.py:NAME: then UsageError."""
     path, _, attribute = name.rpartition(":")
-    if name != "count" and not (path.endswith(".py") and attribute.isidentifier()):
-        raise UsageError(f"trainer: expected 'count' or FILE.py:NAME, got {name!r}.")
+    if name not in ("count", "gpt") and not (path.endswith(".py") and attribute.isidentifier()):
+        raise UsageError(f"trainer: expected 'count', 'gpt' or FILE.py:NAME, got {name!r}.")
     return name

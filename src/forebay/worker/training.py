@@ -1,23 +1,49 @@
 """One worker's run: data, a trainer, and steps until all are done or it is stopped."""
 
+import functools
+import importlib.util
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from forebay.errors import StateError, UsageError, error_text
+from forebay.errors import StateError, UsageError, error_text, package_for
 from forebay.load.batch import NumpyTokens
 from forebay.worker.batches import Batches, DummyDataset
-from forebay.worker.config import WorkerConfig
+from forebay.worker.config import SIZES, WorkerConfig
 from forebay.worker.hub_data import create_huggingface_dataset
-from forebay.worker.trainer import Integers, Trainer, trainer_class
+from forebay.worker.trainer import CountTrainer, Integers, Trainer, check_trainer, share_processors
 
 PROGRESS_S = 2.0
 _OF_TEXT = ("tokenizer_name", "streaming", "shuffle_buffer", "text_key")  # settings
 Log = Callable[[str], None]
 OnStep = Callable[[int, NumpyTokens, float], None]
+
+
+@functools.cache
+def trainer_class(name: str) -> Callable[..., Trainer]:
+    """The class of a trainer: of the counter, the GPT, or NAME of FILE.py:NAME, which is executed."""
+    if name == "count":
+        return CountTrainer
+    share_processors()
+    if name == "gpt":
+        with package_for("model_size: training a GPT"):
+            from forebay.worker.gpt import GptTrainer
+        return GptTrainer
+    path, _, attribute = check_trainer(name).rpartition(":")
+    spec = importlib.util.spec_from_file_location(f"forebay_trainer_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None  # of a name that ends in .py
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        trainer: Callable[..., Trainer] = getattr(module, attribute)
+    except (OSError, ImportError, AttributeError) as error:
+        raise UsageError(f"trainer {name}: cannot be loaded: {error}. Give the FILE.py:NAME of a class.") from error
+    return trainer
 
 
 @dataclass
@@ -113,9 +139,10 @@ class Training:
         """The trainer of the configuration, made on first use."""
         if self._trainer is None:
             config = self.config
-            self._trainer = trainer_class(config.trainer)(
-                vocab_size=self.data.vocab_size, seq_len=config.resolved_seq_len(), model_size=config.model_size,
-                seed=config.seed, learning_rate=config.learning_rate, device=config.device,
+            self._trainer = trainer_class(config.resolved_trainer())(
+                vocab_size=self.data.vocab_size, seq_len=config.resolved_seq_len(), seed=config.seed,
+                model_size=config.model_size or "tiny", learning_rate=config.learning_rate or 1e-3,
+                device=config.device,
             )  # fmt: skip
         return self._trainer
 
@@ -145,14 +172,17 @@ class Training:
     def start(self, *, is_alone: bool = False) -> None:
         """Make the trainer, log data, trainer and settings without effect once, and start the clocks."""
         if not self._described:
-            self.log(f"{self.data.describe()}; {self.trainer.describe()}")
+            self.log(f"{self.data.about}; {self.trainer.describe()}")
             is_text = self.config.dataset_name is not None
-            is_count = self.config.trainer == "count"
+            is_count = self.config.resolved_trainer() == "count"
+            size = self.config.model_size
+            if size and self.config.batch_size > SIZES[size].batch_size:
+                self.log(f"batch_size: {self.config.batch_size}; {SIZES[size].batch_size} to begin with for {size!r}")
             for is_unused, names, what in (
                 (
                     is_count,
                     ("model_size", "learning_rate", "device"),
-                    "counts; give a model, trainer=FILE.py:NAME",
+                    "counts; leave trainer='count' out",
                 ),
                 (not is_text, _OF_TEXT, "random samples; name a dataset, dataset_name=NAME"),
                 (is_alone, ("coordinator", "identity", "timeout_s"), "a worker alone; train together, --distributed"),
@@ -192,7 +222,7 @@ class Training:
         if not math.isfinite(loss):
             raise StateError(
                 f"step {self.step}: expected a finite loss, got {loss}. Use a smaller learning_rate than "
-                f"{self.config.learning_rate:g}."
+                f"{self.config.learning_rate or 1e-3:g}."
             )
         report = self.report
         report.steps += 1
@@ -240,12 +270,7 @@ class Training:
 
 
 class OutOfMemoryError(UsageError, RuntimeError):
-    """A step did not fit the memory of its device; also a RuntimeError. `batch_size` and `seq_len` were tried."""
-
-    def __init__(self, message: str, batch_size: int, seq_len: int) -> None:
-        super().__init__(message)
-        self.batch_size = batch_size
-        self.seq_len = seq_len
+    """A step did not fit the memory of its device; also a RuntimeError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -266,11 +291,9 @@ def out_of_memory(error: BaseException, config: WorkerConfig) -> OutOfMemoryErro
         advice.append(f"batch_size={batch_size // 2}")
     if seq_len > 16:
         advice.append(f"seq_len={seq_len // 2}")
-    if config.model_size != "tiny":
+    if config.model_size not in (None, "tiny"):
         advice.append(f"model_size={('tiny' if config.model_size == 'small' else 'small')!r}")
     return OutOfMemoryError(
-        f"{reason}. The step was of batch_size={batch_size}, seq_len={seq_len} and model_size={config.model_size!r}. "
-        f"Try {', or '.join(advice) or 'a device with more memory'}.",
-        batch_size,
-        seq_len,
+        f"{reason}. The step was of batch_size={batch_size}, seq_len={seq_len} and model_size="
+        f"{config.model_size or 'tiny'!r}. Try {', or '.join(advice) or 'a device with more memory'}."
     )

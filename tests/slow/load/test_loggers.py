@@ -35,6 +35,7 @@ def test_figures_and_mixture_counts_reach_the_logger(logger: str, name: str, tmp
     for step, values in steps["loader"].items():
         assert values["data/tokens"] == 80 * int(step) and values["data/tokens_per_s"] > 0
         assert values[f"data/tokens.{name}"] == 60 * int(step) and values["data/tokens.b"] == 20 * int(step)
+        assert values["data/mfu"] == pytest.approx(values["data/tokens_per_s"] * 6e6 / 1e12)
         assert 0 <= values["data/wait_share"] <= 1 and "data/wait_disk_share" in values and "data/epoch" in values
     for values in steps["stream"].values():
-        assert values["data/tokens"] > 0 and 0 <= values["data/wait_tokenize_share"] <= 1
+        assert values["data/tokens"] > 0 and values["data/mfu"] > 0 and 0 <= values["data/wait_tokenize_share"] <= 1

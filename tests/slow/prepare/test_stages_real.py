@@ -26,9 +26,9 @@ from forebay.prepare.filters.language import Language
 from forebay.prepare.filters.lines import LineRules
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
 from forebay.prepare.filters.url import Url
-from forebay.prepare.filters.words import split_words
 from support.batches import drop_codes, drop_reasons, to_batch
 from support.shared_data import shared_data
+from support.words import split_words
 
 PIECES = [
     (Pii, "@ 1.1.1.1. a sk- a@ (1 1: :: GB29 4111+ eyJa. +1 @a. -----BEGIN+PRIVATE+KEY----- token="),

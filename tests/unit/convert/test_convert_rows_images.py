@@ -117,5 +117,7 @@ def test_folders_that_are_no_classes(tmp_path):
 
 def test_without_the_decoder(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
-    with pytest.raises(MissingPackageError, match="pip install 'pillow"):
+    with pytest.raises(
+        MissingPackageError, match=r"An image needs PIL\. Install it with: pip install 'forebay\[vision\]'"
+    ):
         decode(b"x", None, NONE)

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
-from itertools import islice
+from itertools import islice, zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,9 +204,33 @@ def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch):
     assert ids(view) == ids(view) == expected[:3] and len(view) == 3 and fresh.step == 0
     with pytest.raises(UsageError, match="num_workers: expected 0"):
         next(iter(fresh.take(3).to_torch(num_workers=1)))
-    monkeypatch.setattr("forebay.load.torch.get_worker_info", lambda: SimpleNamespace(num_workers=1))
-    with pytest.raises(UsageError, match=r"Use loader.to_torch\(num_workers=...\)"):
-        next(iter(loader.to_torch()))
+    with pytest.raises(TypeError, match=r"DataLoader\(loader.to_torch\(\), batch_size=None\)"):
+        next(iter(torch.utils.data.DataLoader(loader)))
+    monkeypatch.setattr("forebay.load.torch.get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
+    with pytest.raises(UsageError, match="got 1: one process makes their batches"):
+        next(iter(view))
+
+
+def test_workers_of_a_dataloader_make_its_batches_in_turn_pass_after_pass(data: Path):
+    """Copies of the loader stand for the processes; real ones: tests/slow/load/test_torch_helpers.py."""
+    expected, loader = [item["ids"] for item in read_plain(data, 2)], Loader(data, **ARGUMENTS)
+    loader.to_torch()
+    workers = [pickle.loads(pickle.dumps(loader)) for _ in range(4)]
+
+    def read(index: int, worker: Loader) -> Any:
+        return worker.iterate_share(lambda batch: batch, loader.readers, (index, 3))
+
+    for start in (0, STEPS):
+        rows = zip_longest(*(read(index, worker) for index, worker in enumerate(workers[:3])))
+        assert ids(batch for row in rows for batch in row if batch) == expected[start : start + STEPS]
+    for use in (loader.state_dict, lambda: next(iter(loader)), lambda: next(read(0, workers[3]))):
+        with pytest.raises(UsageError, match=r"persistent_workers=True.*loader.state_at\(batch.step \+ 1\)"):
+            use()
+    assert len(ids(loader.take(2))) == 2
+    loader.load_state_dict(loader.state_at(STEPS + 5))
+    with pytest.raises(UsageError, match="make a new DataLoader"):
+        next(read(0, workers[0]))
+    assert ids(loader) == expected[STEPS + 5 :]
 
 
 class FakeCuda:

@@ -1,36 +1,29 @@
-"""A loader that is watched: words of progress, metrics over a real socket, the bottleneck that is reported."""
+"""A loader that is watched: MFU, metrics over a real socket, the bottleneck that is reported."""
 
 import logging
 import sys
 import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 import forebay
-from forebay.errors import MissingPackageError
+from forebay.errors import MissingPackageError, UsageError
 from forebay.load.loader import Loader
+from forebay.load.mfu import flops_per_token, peak_flops
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
-from forebay.observe.loading import progress, words
+from forebay.observe.metrics import loader_metrics, view_metrics
+from forebay.observe.sources import LoaderSource
+from forebay.observe.top import format_view
+from forebay.observe.views import merge_views
 from support.feeding import make_dataset
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return make_dataset(tmp_path / "small", 3, 100, 10)
-
-
-def test_progress_gives_every_batch_and_is_silent_without_a_terminal(folder: Path, capsys):
-    assert sum(len(batch) for batch in progress(Loader(folder, seq_len=10, batch_size=7))) == 300
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_words_of_a_stretch():
-    before = {"tokens": 0.0, "samples": 0.0, **{f"{cause}_s": 0.0 for cause in CAUSES}}
-    after = {**before, "tokens": 302_000.0, "samples": 10.0, "network_s": 0.5, "disk_s": 0.1}
-    assert words(before, after, 2.0) == "151 k tokens/s, waits 30 % (network)"
-    assert words(before, {**before, "samples": 10.0}, 2.0) == "5 samples/s, never waits"
 
 
 def test_metrics_are_served(folder: Path):
@@ -75,29 +68,63 @@ def test_little_waiting_is_no_bottleneck():
     assert find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0).cause == "disk"
 
 
-def test_callbacks_get_rates_of_the_steps_since_the_last_call(folder: Path):
-    loader = Loader(folder, seq_len=10, batch_size=10, epochs=2)
-    calls = []
+def test_callbacks_get_rates_and_mfu_of_the_steps_since_the_last_call(folder: Path):
+    """By hand: 6 x 1,000 + 12 x 2 layers x 8 wide x 10 tokens = 7,920 operations a token."""
+    loader, calls = Loader(folder, seq_len=10, batch_size=10, epochs=2), []
+    loader.measure_mfu(flops_per_token(1000, num_layers=2, width=8, seq_len=10), 1e6)
     loader.add_callback(lambda metrics, step: calls.append((metrics, step)), every_steps=20)
+    source = LoaderSource(loader)
     assert sum(len(batch) for batch in loader) == 600 and [step for _, step in calls] == [20, 40, 60]
     for metrics, step in calls:
         assert metrics["tokens"] == 100 * step and metrics["tokens_per_s"] > 0 and 0 <= metrics["wait_share"] <= 1
         assert metrics["wait_share"] == pytest.approx(sum(metrics[f"wait_{cause}_share"] for cause in CAUSES))
+        assert metrics["mfu"] == pytest.approx(metrics["tokens_per_s"] * 7920 / 1e6)
     assert [metrics["epoch"] for metrics, _ in calls] == [0, 1, 2]
+    view = source.poll()
+    mfu, other = view["workers"][0]["mfu"], {**view, "workers": [{**view["workers"][0], "mfu": 0.5}]}
+    assert mfu == pytest.approx(view["figures"]["throughput"][0] * 7920 / 1e6) and "MFU" in format_view(view)
+    assert merge_views([view, other])["figures"]["MFU"] == (pytest.approx((mfu + 0.5) / 2), "share")
+    values = {family.name: family.samples[0].value for family in (*view_metrics(view), *loader_metrics(loader))}
+    assert values["forebay_loader_mfu_ratio"] == mfu
+    assert values["forebay_loader_ideal_seconds"] == pytest.approx(6000 * 7920 / 1e6)
+    assert "MFU" not in source.poll()["figures"]
+    with pytest.raises(UsageError, match="above 0, got 0 and"):
+        loader.measure_mfu(0, 1e12)
+
+
+PEAKS = """\
+NVIDIA A100-SXM4-80GB: 312
+NVIDIA H100 80GB HBM3: 989.4
+NVIDIA H100 PCIe: 756
+NVIDIA B200: 2250
+NVIDIA GeForce RTX 4090: 165.2
+TPU v5 lite: 197
+TPU v5: 459
+NVIDIA GeForce RTX 4090 D: 0
+NVIDIA A100-SXM4-40GB MIG 3g.20gb: 0
+NVIDIA L40: 0"""
+
+
+def test_the_peak_is_the_devices_or_has_to_be_given(monkeypatch):
+    for device, tflops in (line.split(": ") for line in PEAKS.splitlines()):
+        cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda device=device: device)
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+        refused = pytest.raises(UsageError, match=f"known, got '{device}'") if tflops == "0" else nullcontext()
+        with refused:
+            assert peak_flops() == float(tflops) * 1e12
 
 
 def test_callbacks_of_loggers(folder: Path, monkeypatch):
+    """Fakes; the libraries: tests/slow/load/test_loggers.py."""
     logged = []
-    run = SimpleNamespace(log=lambda metrics, step: logged.append(("wandb", metrics["data/tokens"], step)))
-    writer = SimpleNamespace(add_scalar=lambda name, value, step: logged.append((name, value, step)))
-    module = ModuleType("mlflow")
-    module.log_metrics = lambda metrics, step: logged.append(("mlflow", metrics["data/tokens"], step))
-    monkeypatch.setitem(sys.modules, "mlflow", module)
+    run = SimpleNamespace(log=lambda metrics, step: logged.append((metrics["data/tokens"], step)))
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: logged.append((value, step)))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(log_metrics=run.log))
     loader = Loader(folder, seq_len=10, batch_size=10, steps=4)
-    for callback in (forebay.callbacks.wandb(run), forebay.callbacks.tensorboard(writer), forebay.callbacks.mlflow()):
+    for callback in (forebay.callbacks.wandb(run), forebay.callbacks.mlflow(), forebay.callbacks.tensorboard(writer)):
         loader.add_callback(callback, every_steps=4)
     list(loader)
-    assert {("wandb", 400, 4), ("data/tokens", 400, 4), ("mlflow", 400, 4)} <= set(logged)
+    assert logged.count((400, 4)) == 3
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingPackageError, match="pip install mlflow"):
         forebay.callbacks.mlflow()

@@ -85,7 +85,7 @@ def test_a_record_of_another_shape_is_one_line_of_error(line: bytes, tmp_path, c
     (tmp_path / "x.views.jsonl").write_bytes(line + b"\n")
     assert main(["top", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1 and "expected views of this version" in error
+    assert len(error.splitlines()) == 1 and "are not of this version" in error
 
 
 @given(st.dictionaries(st.sampled_from(["samples_used", "members", "workers", "providers", "name", "peers"]), JSON))

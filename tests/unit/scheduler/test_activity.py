@@ -43,13 +43,15 @@ def test_shares_are_of_the_last_reports_and_of_a_wait_in_progress():
     usage = WorkerUsage("w", 0.0)
     for second in range(0, 60, 2):
         waits = {"network": 0.5 * second, "scheduler": 0.1 * max(0, second - 40)}
-        usage.add_stats("s", WorkerStats(busy_s=0.4 * second, waits_s=waits), float(second))
+        stats = WorkerStats(busy_s=0.4 * second, waits_s=waits, ideal_s=0.3 * second)
+        usage.add_stats("s", stats, float(second))
+    assert usage.describe(60.0)["mfu"] == pytest.approx(0.3)
     assert usage.describe(60.0)["wait_shares"] == {"network": pytest.approx(0.5), "scheduler": pytest.approx(0.1)}
     stuck = WorkerStats(busy_s=0.4 * 58, waits_s=waits, waiting_s=8.0, waiting_for="network")
     usage.add_stats("s", stuck, 68.0)
     assert usage.describe(68.0)["wait_shares"]["network"] > 0.6
     usage.add_stats("s", WorkerStats(busy_s=0.1), 70.0)  # The process started again.
-    assert usage.describe(70.0)["wait_shares"] == {}
+    assert usage.describe(70.0)["wait_shares"] == {} and usage.describe(200.0)["mfu"] is None
 
 
 def test_processes_that_share_a_cache_count_it_once():

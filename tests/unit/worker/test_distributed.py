@@ -3,8 +3,11 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
+from forebay.errors import UsageError
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.distributed import merge_settings, shared_settings
 from support.waiting import until
@@ -48,7 +51,14 @@ def test_a_worker_that_waits_for_others_can_be_stopped():
     assert not report.finished and report.steps == 0
 
 
+def test_a_worker_without_the_runs_model_is_refused():
+    refused = pytest.raises(UsageError, match="Give each worker of the run the same model_size")
+    with Coordinator("127.0.0.1", 0, config={"model_size": "tiny"}, rules=Rules(**PATIENT)) as coordinator, refused:
+        run_alone(WorkerConfig(coordinator=coordinator.address), [])
+
+
 def test_settings_that_workers_share():
+    assert shared_settings(WorkerConfig(device="cpu"))["model_size"] == "tiny"
     config = WorkerConfig(dataset_name="pile")
     shared = shared_settings(config)
     needed = {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}

@@ -1,21 +1,20 @@
 """The memory that training takes: the figures are those of the model, and no proposed batch is too large."""
 
-import runpy
-
 import pytest
 
 from forebay.cli import main
 from forebay.worker.config import SIZES
-from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
+
+from forebay.worker.gpt import Gpt  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_the_bound_holds_and_is_near(name: str):
     """Beside what autograd saves for the way back, for two shapes of a batch."""
     size, vocab_size, seq_len = SIZES[name], 300, 32
-    model = runpy.run_path(str(ROOT / "examples" / "train_gpt.py"))["Gpt"](vocab_size, seq_len, size)
+    model = Gpt(vocab_size, seq_len, size)
     assert size.num_parameters(vocab_size, seq_len) == sum(item.numel() for item in model.parameters())
     weights = {item.untyped_storage().data_ptr() for item in model.parameters()}
     for batch in (1, 3):

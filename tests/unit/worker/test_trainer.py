@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from forebay.errors import UsageError
-from forebay.worker.trainer import CountTrainer, trainer_class
+from forebay.worker.trainer import CountTrainer
+from forebay.worker.training import trainer_class
 
 
 def test_counts_learn_in_bounded_memory():

@@ -74,7 +74,7 @@ class RayEngine(Engine):
     ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
-        with package_for("engine ray", "Ray", "ray", ", or use the local engine."), warnings.catch_warnings():
+        with package_for("engine ray", ", or use the local engine."), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import ray
         self._ray: Any = ray

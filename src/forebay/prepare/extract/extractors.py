@@ -65,7 +65,7 @@ class Trafilatura:
     """trafilatura's `extract`; its keyword arguments are the options: `{include_comments = false}`."""
 
     def __init__(self, **options: Any) -> None:
-        self._extract = _library("trafilatura", "trafilatura").extract
+        self._extract = _library("trafilatura").extract
         self._options = options
         self.version = version("trafilatura")
 
@@ -78,7 +78,7 @@ class Resiliparse:
     """resiliparse's `extract_plain_text` with `main_content`; further arguments are the options."""
 
     def __init__(self, **options: Any) -> None:
-        _library("resiliparse", "prepare")
+        _library("resiliparse")
         self._options = {"main_content": True, "alt_texts": False, **options}
         self.version = version("resiliparse")
 
@@ -121,9 +121,9 @@ def extract_html(
     return open_extractor(extractor, tuple(options.items())).extract(html, markdown)
 
 
-def _library(name: str, extra: str) -> Any:
-    with package_for("extract: this extractor", name, extra):
-        return importlib.import_module(name)
+@package_for("extract: this extractor")
+def _library(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 @dataclass(frozen=True)

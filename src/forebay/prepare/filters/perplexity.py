@@ -137,7 +137,7 @@ def perplexity(model: Any, lines: str) -> float:
 @lru_cache(4)
 def _load_kenlm(path: str) -> Any:
     otherwise = " (it is built with a C++ compiler), or take this filter out of the recipe."
-    with package_for("perplexity", "kenlm", "lm", otherwise):
+    with package_for("perplexity", otherwise):
         import kenlm
     if not Path(path).is_file():
         raise UsageError(f"model: expected a KenLM model, got no file at {path}")

@@ -344,17 +344,6 @@ def cut_words(points, start, stop, table, keys, values, begins, word_ends, tail,
     return n
 
 
-def split_words(text: str) -> list[str]:
-    """The words of one text, as the filters count them."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    capacity = len(data) + 1
-    points = np.empty(capacity, np.uint32)
-    begins, stops, tail, kinds = word_room(capacity)
-    n = decode(data, 0, len(data), points)
-    count = cut_words(points, 0, n, *tables(), begins, stops, tail, kinds)
-    return [text[a:b] for a, b in zip(begins[:count].tolist(), stops[:count].tolist())]
-
-
 IS_TEXT, HAS_LETTER, IS_DENSE = 1, 2, 4
 """Flags of a word: not all of its characters are symbols; one is a letter; its characters are
 syllables of Hangul, or of a script without spaces."""

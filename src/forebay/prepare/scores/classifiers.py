@@ -171,7 +171,7 @@ def _load_config(model: str) -> tuple[tuple[str, ...], int]:
 
 @lru_cache(2)
 def _load_torch(model: str, device: str) -> _Runner:
-    with package_for("transformers: a classifier", "torch and transformers", "classifiers"):
+    with package_for("transformers: a classifier"):
         import torch
         import transformers
     transformers.utils.logging.disable_progress_bar()

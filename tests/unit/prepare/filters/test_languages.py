@@ -6,8 +6,8 @@ from forebay.errors import UsageError
 from forebay.prepare.config import load_recipe
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.quality import GopherQuality, GopherRepetition
-from forebay.prepare.filters.words import split_words
 from support.batches import drop_reasons, stage_texts
+from support.words import split_words
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from forebay.prepare.filters import words as module
 from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.quality import GopherQuality
 from forebay.prepare.filters.word_tables import SPACE, character_table, hash_word
-from forebay.prepare.filters.words import hash_points, split_words
+from forebay.prepare.filters.words import hash_points
 from support.batches import drop_reasons
+from support.words import split_words
 
 
 @pytest.mark.parametrize(
