@@ -40,7 +40,7 @@ run.workers | run_workers | Workers in the run.
 run.generation | run_generation | The generation: it rises when workers join or leave.
 loader.total | loader_steps | Steps of the run, or of the pass.
 loader.eta_s | loader_remaining_seconds | Time until the last step, at the current rate.
-preparation.eta_s | prepare_remaining_seconds | Time until the end of the current stage, at the current rate.
+preparation.eta_s | prepare_remaining_seconds | Time until all stages are finished, as far as it is known.
 preparation.documents read | prepare_documents_read_total | Documents read.
 preparation.kept | prepare_documents_kept | Documents that no rule has dropped.
 preparation.malformed | prepare_malformed_documents_total | Records that could not be parsed.

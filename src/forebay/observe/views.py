@@ -46,9 +46,7 @@ COLUMNS = {
     "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
     "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers reported id"),
     "peers": _columns("peer bytes_sent=B"),
-    "stages": _columns(
-        "stage state done_share=share documents_in documents_out cpu_s=s elapsed_s=s remaining_s=s documents_per_s"
-    ),
+    "stages": _columns("stage state done_share=share documents_in documents_out cpu_s=s elapsed_s=s documents_per_s"),
     "members": _columns("member state tasks last_report_s=s host pid=id running cpu_s=s task error"),
     "tasks": _columns("state running_s=s host node pid=id member task step"),
     "attempts": _columns("kind attempt host node pid=id task reason step"),
@@ -319,7 +317,7 @@ def preparation_view(record: Row) -> View:
         "preparation", record["name"] or record["output"], record["state"], message=record["error"] or advice,
         progress=current and {
             "done": current["done"], "total": current["total"], "unit": current["unit"],
-            "stage": current["stage"], "eta_s": current["remaining_s"],
+            "stage": current["stage"], "eta_s": record["remaining_s"],
         },
         figures=figures,
         stages=[

@@ -11,13 +11,13 @@ import pytest
 
 from forebay import text_filter
 from forebay.errors import PrepareError
+from forebay.prepare.forecast import RunningTask, StageProgress
 from forebay.prepare.progress import (
     FINISHED_FILE,
     MEMBERS,
     RUNNING_FILE,
     Failure,
     ProgressRecord,
-    StageProgress,
     TaskCounts,
     failure_of,
     merge,
@@ -123,16 +123,19 @@ def test_the_remaining_time_knows_kinds_of_tasks_and_never_goes_back():
     stage.add({"jsonl": 1000, "warc gz": 200}, 12)
     for second in range(5):
         stage.advance([100, 10, 5], "jsonl", "task", 1.0, second)
-    assert stage.progress(2, 5.0).remaining_s is None  # nothing is known of WARC
-    stage.advance([100, 10, 5], "warc gz", "task", 20.0, 20.0)
-    shown = stage.progress(2, 20.0)
-    assert shown.remaining_s == pytest.approx((500 / 100 * 1.0 + 100 / 100 * 20.0) / 2)
-    assert stage.progress(2, 22.0).remaining_s == pytest.approx(shown.remaining_s - 2)
+    assert stage.remaining_s(2, [RunningTask("warc gz", 100, 4.0)]) is None  # nothing is known of WARC
+    running = [RunningTask("warc gz", 100, 4.0, 20), RunningTask("jsonl", 100, 3.0)]
+    assert stage.remaining_s(2, running) == pytest.approx((4 * 1.0 + 20 + 16 + 0.1) / 2)
+    stage.advance([100, 10, 5], "warc gz", "task", 60.0, 20.0)
+    assert stage.remaining_s(2, []) == pytest.approx((500 / 100 * 1.0 + 100 / 100 * 60.0) / 2)
+    late = [RunningTask("jsonl", 100, 20.0), RunningTask("warc gz", 100, 20.0)]
+    assert stage.remaining_s(2, late) == pytest.approx(40.0)  # The first is overdue for its kind, and not waited for.
+    shown = stage.progress(20.0)
     assert (shown.done, shown.documents, shown.documents_kept) == (600, 60, 30)
     assert shown.bytes_per_s == pytest.approx(500 / 20) and shown.documents_per_s == pytest.approx(50 / 20)
-    stage.shown = 700  # with what running tasks have read
+    stage.show(700)  # with what running tasks have read
     stage.advance([50, 1, 1], "jsonl", "task", 1.0, 21.0)
-    assert stage.progress(2, 21.0).done == 700
+    assert stage.progress(21.0).done == 700
 
 
 def member(folder: Path, name: str) -> ProgressRecord:

@@ -10,7 +10,7 @@ from forebay.formats.inputs import InputFile, InputSplit
 from forebay.prepare import compiled
 from forebay.prepare.charts import sample_lines
 from forebay.prepare.dedup.kernels import character_table
-from forebay.prepare.sampling import Sampling, interval, kind_of
+from forebay.prepare.sampling import Sampling, interval
 from support.preparing import prepare, write_jsonl
 
 KINDS = [("jsonl", ""), ("jsonl", "gz"), ("warc", "gz"), ("parquet", "")]
@@ -24,13 +24,13 @@ def splits_of(sizes: list[tuple[int, int]]) -> list[InputSplit]:
 def test_two_splits_of_each_kind_and_their_share_of_its_bytes(sizes: list[tuple[int, int]], fraction: float):
     splits = splits_of(sizes)
     sampling = Sampling.of(splits, fraction)
-    number, chosen = Counter(map(kind_of, splits)), sampling.chosen
+    number, chosen = Counter(split.kind for split in splits), sampling.chosen
     assert sampling.kinds == number and all(chosen[kind] >= min(2, n) for kind, n in number.items())
     read, expected = Counter[str](), Counter[str]()
     for split, share in zip(sampling.splits, sampling.shares):
-        read[kind_of(split)] += split.bytes * share
+        read[split.kind] += split.bytes * share
     for split in splits:
-        expected[kind_of(split)] += split.bytes * fraction
+        expected[split.kind] += split.bytes * fraction
     assert all(0 < share <= 1 for share in sampling.shares)
     assert all(read[kind] == pytest.approx(expected[kind], rel=0.1) for kind in number)
     assert sampling.scale == pytest.approx(1 / fraction, rel=0.1)
