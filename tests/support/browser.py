@@ -60,8 +60,10 @@ class Browser:
         return [f"{rule['id']} ({rule['impact']}): {rule['help']}: {e}" for rule, e in zip(rules, elements)]
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than its window: 0 where no reader has to scroll sideways."""
-        return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
+        """Pixels by which the page, on a phone any part of it, is too wide: 0 where nobody has to scroll sideways."""
+        script = """() => Math.max(document.documentElement.scrollWidth - window.innerWidth, ...(window.innerWidth > 600 ? []
+            : [...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)))"""
+        return int(self.page.evaluate(script))
 
     def focusable(self) -> list[str]:
         """The elements that Tab reaches, in order, by their text or label."""

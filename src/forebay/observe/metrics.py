@@ -59,7 +59,7 @@ workers.step | worker_step | Batches that a worker has received; in a coordinate
 workers.leases | worker_leases | Leases of a worker.
 workers.last_seen_s | worker_last_seen_seconds | Time since the last request of a worker.
 workers.cached_bytes | worker_cache_used_bytes | Bytes in a worker's cache of slices.
-workers.cache_bytes | worker_cache_limit_bytes | Budget of a worker's cache of slices.
+workers.cache_budget_bytes | worker_cache_limit_bytes | Budget of a worker's cache of slices.
 workers.origin_bytes | worker_origin_bytes | Bytes fetched from data nodes and other origins, by worker.
 workers.peer_bytes | worker_peer_bytes | Bytes fetched from other workers, by worker.
 workers.shared_bytes | worker_shared_bytes | Bytes sent to other workers, by worker.

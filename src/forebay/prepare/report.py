@@ -37,13 +37,13 @@ from forebay.prepare.progress import read_progress
 from forebay.prepare.settings import Json
 from forebay.storage.addresses import is_url
 from forebay.storage.store import FolderStore, Store, open_store
-from forebay.units import format_bytes, format_seconds
+from forebay.units import format_bytes, format_seconds, numbered
 
 Report = Mapping[str, Any]
 REPORT_FILE = "report.html"
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
 REPORT_VERSION = 1  # Changed when a key changes its meaning.
-MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
+MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS, MAX_FAILED = 50, 100, 20, 24, 5
 MAX_ROWS = 12  # A longer table is folded.
 FIRST = ("Inputs that failed", "Sample", "Drop rates in the whole input", "Funnel")  # They come first on the page.
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
@@ -104,10 +104,10 @@ class PreparationReport(Json):
         fields = {label: f"{value} {detail}" for label, value, detail in _totals(self)}
         funnel = next(table for table in _tables(self) if table.title == "Funnel")
         rows = [
-            [f"{name.lead}{name.text}" if isinstance(name, Link) else name, *cells[:2]]
+            [f"{name.lead}{name.text}" if isinstance(name, Link) else name, *cells[:3]]
             for name, *cells in funnel.rows
         ]  # fmt: skip
-        return html.card(f"Report of {self.get('name')}", fields, html.table(funnel.heads[:3], rows))
+        return html.card(f"Report of {self.get('name')}", fields, html.table(funnel.heads[:4], rows))
 
 
 def load_report(path: str | os.PathLike[str]) -> PreparationReport:
@@ -213,14 +213,14 @@ def times_table(record: Report) -> Table:
         )
         for name in names
     ]  # fmt: skip
-    steps = ", ".join(
-        f"{stage['stage']} {format_seconds(stage['stopped_at'] - stage['started_at'])}"
-        for stage in record["stages"] if stage["stopped_at"]
-    )  # fmt: skip
+    stopped = [stage for stage in record["stages"] if stage["stopped_at"]]
+    durations = {stage["stage"]: format_seconds(stage["stopped_at"] - stage["started_at"]) for stage in stopped}
+    steps = ", ".join(map(" ".join, durations.items()))
+    compiling = f" The compilation of kernels took {durations['kernels']}." if "kernels" in durations else ""
     description = (
         f"{format_seconds(record['wall_s'])} with {record['num_workers']} processes, {format_seconds(total)} of CPU, "
-        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}. Without the compilation "
-        "of kernels. All of the page but this section is the same for the same input and recipe."
+        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}.{compiling} CPU is "
+        "without the compilation of kernels. All of the page but this section is the same for the same input and recipe."
     )
     attempts = [
         (f["task"], f["step"], f["node"] or f["host"], str(f["attempt"]), f["reason"]) for f in record["retries"]
@@ -272,12 +272,12 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
     t = dict.fromkeys(("documents_out", "bytes_in", "bytes_out", "tokens", "slices", "malformed"), 0)
     t |= report.get("totals", {})
     total, failed = _documents_in(report), report.get("failed") or {"inputs": 0}
-    missing = f"{failed['share']:.1%} of the bytes are missing" if failed["inputs"] else ""
+    missing = f"{share(failed['share'], 1)} of the bytes are missing" if failed["inputs"] else ""
     return [
         *([("failed inputs", count(failed["inputs"]), missing)] if missing else []),
         ("documents", count(t["documents_out"]), f"of {count(total)} kept ({share(t['documents_out'], total)})"),
         ("text", format_bytes(t["bytes_out"]), f"{share(t['bytes_out'], t['bytes_in'])} of the bytes read"),
-        ("tokens", short(t["tokens"]), f"in {count(t['slices'])} slices"),
+        ("tokens", short(t["tokens"]), f"in {numbered(t['slices'], 'slice')}" if t["slices"] else ""),
         ("malformed", count(t["malformed"]), f"{share(t['malformed'], total)} of what was read"),
     ]
 
@@ -295,8 +295,12 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
 def _tables(report: Report) -> Iterator[Table]:
     total = _documents_in(report)
     failed = [item for item in report.get("skipped_files", []) if item.get("status") == "failed"]
-    failures = _rows(failed, path=str, bytes=format_bytes, reason=str)
-    yield Table("Inputs that failed", ("Name", "Missing", "Reason"), failures, file="skipped.jsonl")
+    failed.sort(key=lambda item: -item.get("bytes", 0))
+    missing = lambda n: format_bytes(n) if n >= 0 else "unknown"  # noqa: E731
+    failures = _rows(failed[:MAX_FAILED], path=str, bytes=missing, reason=str)
+    totals = {"inputs": 0, "bytes": 0, **report.get("failed", {})}
+    about = f"{numbered(totals['inputs'], 'input')}: {format_bytes(totals['bytes'])} are missing. Here are the largest."
+    yield Table("Inputs that failed", ("Name", "Missing", "Reason"), failures, about, "skipped.jsonl")
     yield Table("Sample", ("", ""), list(sample_lines(report)))
     heads = ("Rule", "Sampled documents", "Share", "Interval of 95 %")
     yield Table("Drop rates in the whole input", heads, list(rates(report)))
@@ -307,10 +311,10 @@ def _tables(report: Report) -> Iterator[Table]:
         link, tip = tips.get((stage_name, label), ("", "")) if kind == "dropped" else ("", "")
         lead = _PREFIXES[kind].replace(" ", "\N{NO-BREAK SPACE}")
         bar = _percent(n, total) + (" dropped" if kind == "dropped" else "")
-        shares = ("", "0") if kind == "changed" else (share(n, total), bar)
-        stages.append((Link(label, link, tip, lead) if link else lead + label, count(n), *shares))
-    description = "After each stage; − dropped, by rule, of which there are samples below; ~ texts that were changed."
-    yield Table("Funnel", ("Stage, rule", "Documents", "Of all", "bar"), stages, description)
+        figures = ("", count(n), "", "0") if kind == "changed" else (count(n), "", share(n, total), bar)
+        stages.append((Link(label, link, tip, lead) if link else lead + label, *figures))
+    description = "After each stage; − dropped, by rule, of which there are samples below; ~ changes of texts, by kind."
+    yield Table("Funnel", ("Stage, rule", "Documents", "Changes", "Of all", "bar"), stages, description)
     listed = report.get("contamination", {})
     sets = _rows(listed.get("sets"), name=str, instances=count, too_short=count, ngrams=count, documents=count)
     yield Table("Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), sets)

@@ -53,7 +53,7 @@ class Sampling:
         by_kind: dict[str, list[int]] = {}
         for index in sorted(range(len(splits)), key=lambda index: (splits[index].bytes.bit_length(), index)):
             by_kind.setdefault(splits[index].kind, []).append(index)
-        kinds = Counter({kind: len(order) for kind, order in by_kind.items()})
+        kinds = Counter({kind: round(len(order) * scale) for kind, order in by_kind.items()})
         if fraction >= 1 or not splits:
             return cls(splits, [1.0] * len(splits), kinds, 1.0, *total)
         shares: dict[int, float] = {}
@@ -221,7 +221,8 @@ def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> Json:
         for name, seconds in usage.seconds.items()
     }
     total_s, start = sum(seconds for _, seconds in stages.values()), usage.seconds.get("start", 0.0)
-    expected, z = total_s / processes + start, sampling.quantile
+    training = stages.get(TRAINING, [0.0, 0.0])[1]  # By one process.
+    expected, z = (total_s - training) / processes + training + start, sampling.quantile
     wall_s = [expected]
     if z is not None:
         spent = [us + counts[OTHER_US] * sampling.scale for us, counts in zip(read, sampling.counts)]
