@@ -61,8 +61,9 @@ class Browser:
 
     def overflow(self) -> int:
         """Pixels by which the page, on a phone any part of it, is too wide: 0 where nobody has to scroll sideways."""
-        script = """() => Math.max(document.documentElement.scrollWidth - window.innerWidth, ...(window.innerWidth > 600 ? []
-            : [...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)))"""
+        script = """() => Math.max(document.documentElement.scrollWidth - window.innerWidth,
+            ...[...document.querySelectorAll(window.innerWidth < 600 ? '.scroll' : 'none')]
+            .map(e => e.scrollWidth - e.clientWidth))"""
         return int(self.page.evaluate(script))
 
     def focusable(self) -> list[str]:

@@ -33,6 +33,7 @@ class PrepareBar(Closing):
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled
         self._bar: _Bar | None = None
+        self._stage = ""
 
     def close(self) -> None:
         if self._bar is not None:
@@ -51,8 +52,9 @@ class PrepareBar(Closing):
 
     def update(self, progress: "Progress") -> None:
         """Show how far a stage is."""
-        if self._bar is None or progress.stage != self._bar.desc:
+        if self._bar is None or progress.stage != self._stage:
             self.close()
+            self._stage = progress.stage
             self._bar = _Bar(progress.stage, progress.total, progress.unit, self._enabled)
         words = []
         if progress.remaining_s:

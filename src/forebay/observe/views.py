@@ -40,8 +40,8 @@ def _columns(text: str) -> dict[str, str]:
 
 COLUMNS = {
     "workers": _columns(
-        """name state rank rate=tokens/s wait_share=share waits_for leases cached_bytes=B cache_budget_bytes=B origin_bytes=B
-        peer_bytes=B shared_bytes=B step last_seen_s=s"""
+        """name state rank rate=tokens/s wait_share=share waits_for leases cached_bytes=B cache_budget_bytes=B
+        origin_bytes=B peer_bytes=B shared_bytes=B step last_seen_s=s"""
     ),
     "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
     "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers reported id"),

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from forebay.errors import ForebayError, PrepareError, printable
 from forebay.files import HOST, is_running
 from forebay.prepare.charts import cut
-from forebay.prepare.forecast import MIN_READ_BYTES, Progress, RunningTask, StageProgress, expected_s
+from forebay.prepare.forecast import Progress, StageProgress, expected_s
 from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
 from forebay.storage.store import Store, open_store
@@ -180,7 +180,6 @@ class ProgressRecord:
     on_progress: Callable[[Progress], None] | None = None
     on_message: Callable[[str], None] | None = None
     clock: Callable[[], float] = time.monotonic
-    wall_clock: Callable[[], float] = time.time
     workers: Callable[[], list[Json]] = list
     skipped: Mapping[str, int] = field(default_factory=dict)
     member: str = ""  # Of a job array: its number.
@@ -280,31 +279,16 @@ class ProgressRecord:
 
     def _remaining_s(self) -> float | None:
         """Return how long the planned stages still take; None if it is not known."""
-        stage, workers = self._stage, self.workers()
-        text = self._stages.get(self._planned[0]) if self._planned else stage
+        stage, planned = self._stage, self._planned
+        text = self._stages.get(planned[0]) if planned else stage
         if self.state != "running" or stage is None or text is None:
             return None
-        is_input, spent_s = stage.unit == "B", self.clock() - stage.begun
-        running = [
-            RunningTask(
-                worker.get("kind", ""),
-                worker.get("bytes", 0) if is_input else 0,
-                max(0.0, self.wall_clock() - worker["started_at"]),
-                read if (read := _read_bytes(worker)) >= MIN_READ_BYTES else 0,
-            )
-            for worker in workers
-        ]
-        if is_input and not workers and stage.shown > stage.done[0]:  # It is read in this process.
-            running = [RunningTask("", stage.total, spent_s, stage.shown)]
-        remaining_s = stage.remaining_s(self.num_workers, running)
-        kept_bytes = text.expected_kept_bytes()
-        if remaining_s is None and stage is not text:
-            expected = expected_s(stage.name, kept_bytes, self.num_workers)
-            remaining_s = max(expected / 10, expected - spent_s)
-        if remaining_s is None:
-            return None
-        later = self._planned[1 + max((i for i, n in enumerate(self._planned) if n in self._stages), default=0) :]
-        return remaining_s + sum(expected_s(name, kept_bytes, self.num_workers) for name in later)
+        kept_bytes, num_workers = text.expected_kept_bytes(), self.num_workers
+        expected = 0.0 if stage is text else expected_s(stage.name, kept_bytes, num_workers)
+        remaining_s = stage.remaining_s(num_workers, self.clock(), expected)
+        later = planned[1 + max((i for i, name in enumerate(planned) if name in self._stages), default=0) :]
+        others_s = sum(expected_s(name, kept_bytes, num_workers) for name in later)
+        return None if remaining_s is None else remaining_s + others_s
 
     def _write_after(self, pause_s: float) -> None:
         if self.state == "running" and self.clock() - self._written_at >= max(pause_s, self.store.write_pause_s):

@@ -216,11 +216,11 @@ def times_table(record: Report) -> Table:
     stopped = [stage for stage in record["stages"] if stage["stopped_at"]]
     durations = {stage["stage"]: format_seconds(stage["stopped_at"] - stage["started_at"]) for stage in stopped}
     steps = ", ".join(map(" ".join, durations.items()))
-    compiling = f" The compilation of kernels took {durations['kernels']}." if "kernels" in durations else ""
+    compiling = f" Compiling kernels took {durations.get('kernels', 'an unknown time')}."
     description = (
         f"{format_seconds(record['wall_s'])} with {record['num_workers']} processes, {format_seconds(total)} of CPU, "
         f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}.{compiling} CPU is "
-        "without the compilation of kernels. All of the page but this section is the same for the same input and recipe."
+        "without it. All of the page but this section is the same for the same input and recipe."
     )
     attempts = [
         (f["task"], f["step"], f["node"] or f["host"], str(f["attempt"]), f["reason"]) for f in record["retries"]

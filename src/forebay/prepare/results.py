@@ -11,13 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import unwrap
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from forebay.errors import PrepareError
-from forebay.prepare.compiled import work_time
 from forebay.prepare.progress import failure_of, label, name_of, write_failure
 from forebay.prepare.stats import Usage, timed
 from forebay.storage.store import Store
@@ -27,10 +26,7 @@ R = TypeVar("R")
 
 
 class TaskOutput(NamedTuple):
-    """The result of a task and, if it ran for this call, what it used, its counts for the record, and its time.
-
-    The time, from which paces follow, is without the compilation of kernels.
-    """
+    """The result of a task and, if it ran for this call, what it used, its counts for the record, and its time."""
 
     result: Any
     usage: Usage = Usage()
@@ -78,7 +74,7 @@ class Committing(Generic[R]):
         return result
 
     def __call__(self, task: Any, scale: int) -> TaskOutput:
-        started = perf_counter() - _compiling_s()
+        started = perf_counter()
         name = name_of(task)
         try:
             result, usage, counts = timed(self.run, task, scale)
@@ -87,7 +83,7 @@ class Committing(Generic[R]):
         except Exception as error:
             write_failure(self.store, self.step, name, task, failure_of(error, label(task)))
             raise
-        return TaskOutput(result, usage, counts, perf_counter() - _compiling_s() - started)
+        return TaskOutput(result, usage, counts, perf_counter() - started)
 
     def load_all(self, names: Sequence[str]) -> dict[str, R]:
         """The results of earlier runs of these tasks, by name."""
@@ -107,11 +103,6 @@ class Committing(Generic[R]):
 
     def _all(self, names: Sequence[str]) -> str:
         return f"{self.folder}-all/{hashlib.sha256(repr(list(names)).encode()).hexdigest()[:32]}"
-
-
-def _compiling_s() -> float:
-    """Return the seconds in which this process has compiled or loaded kernels."""
-    return process_time() - work_time()
 
 
 @cache

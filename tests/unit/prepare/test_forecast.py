@@ -19,11 +19,10 @@ class Run:
     """A preparation by a virtual clock; `shown` are moments, and the record's progress."""
 
     def __init__(self, folder, num_workers):
-        self.num_workers, self.now, self.running, self.shown = num_workers, 1e9, {}, []
+        self.num_workers, self.now, self.shown = num_workers, 1e9, []
         self.record = ProgressRecord(open_store(folder), num_workers=num_workers)
-        self.record.clock = self.record.wall_clock = lambda: self.now
+        self.record.clock = lambda: self.now
         self.record.on_progress = lambda progress: self.shown.append((self.now, progress))
-        self.record.workers = lambda: [*self.running.values()]
         self.record.start("key")
 
     def stage(self, name, tasks, unit="B", in_process=False):
@@ -34,14 +33,11 @@ class Run:
             while waiting and len(ends) < self.num_workers:
                 number, task = waiting.pop(0)
                 heapq.heappush(ends, (self.now + task[2], number, *task))
-                if not in_process:
-                    self.running[number] = {"kind": task[0], "bytes": task[1], "started_at": self.now}
-            end, number, kind, units, seconds, kept = heapq.heappop(ends)
+            end, _, kind, units, seconds, kept = heapq.heappop(ends)
             while self.now + 1 < end:
                 self.now += 1
                 self.record.tick(int(units * (1 - (end - self.now) / seconds)) if in_process else 0)
             self.now = end
-            self.running.pop(number, None)
             self.record.add(Usage(), None, seconds)
             self.record.advance(units, kind, 1, 1, kept)
 

@@ -167,9 +167,6 @@ class Attempts:
 def state_of(task: Any, pid: int | None = None) -> Json:
     """Return what `Engine.running` says of a task that starts now, by default in this process."""
     state = {"host": HOST, "pid": pid or os.getpid(), "task": label(task), "name": name_of(task)}
-    split = getattr(task, "split", None)
-    if split is not None and split.files:
-        state |= {"kind": split.kind, "bytes": split.bytes}
     return {**state, "started_at": time.time(), "input": getattr(task, "position", ("", 0))}
 
 
