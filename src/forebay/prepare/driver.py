@@ -387,10 +387,8 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
     content = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), sampling.fraction)
     steps = segments(stages)
     needs_training = output.needs_tokenizer and job.tokenizer is None
-    run.progress.plan(
-        "text", *(step[0].name for step in steps[1:]), *["dedup"] * run.recipe.dedup.active,
-        *["tokenizer"] * needs_training, *getattr(output, "stages", ()),
-    )  # fmt: skip
+    before = ["dedup"] * run.recipe.dedup.active + ["tokenizer"] * needs_training
+    run.progress.plan("text", *before, *getattr(output, "stages", ()))
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
     file_sizes = {file.path: file.bytes for file in sources.files}
