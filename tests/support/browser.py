@@ -60,7 +60,7 @@ class Browser:
         return [f"{rule['id']} ({rule['impact']}): {rule['help']}: {e}" for rule, e in zip(rules, elements)]
 
     def overflow(self) -> int:
-        """Pixels by which the page, on a phone any part of it, is too wide: 0 where nobody has to scroll sideways."""
+        """Return by how many pixels the page, on a phone also a table in it, is too wide for its window."""
         script = """() => Math.max(document.documentElement.scrollWidth - window.innerWidth,
             ...[...document.querySelectorAll(window.innerWidth < 600 ? '.scroll' : 'none')]
             .map(e => e.scrollWidth - e.clientWidth))"""

@@ -58,7 +58,7 @@ class PrepareBar(Closing):
             self._bar = _Bar(progress.stage, progress.total, progress.unit, self._enabled)
         words = []
         if progress.remaining_s:
-            words.append(f"about {_left(progress.remaining_s)} in all")
+            words.append(f"about {_time_left(progress.remaining_s)} in all")
         elif progress.done < progress.total:
             words.append("time left not known yet")
         if progress.documents_per_s:
@@ -113,12 +113,12 @@ class _Bar(tqdm):  # type: ignore[misc]
         words, per_s = self.words, done / max(elapsed_s, 1.0)
         if words is None:
             words = [f"{_amount(per_s, unit)}/s"] if per_s else []
-            words[:0] = [_left((total - done) / per_s)] if per_s and total and done < total else []
+            words[:0] = [_time_left((total - done) / per_s)] if per_s and total and done < total else []
         amount = _amount(done, "" if of and unit != "B" else unit)
         return {**figures, "text": ", ".join([f"{amount}{of} after {format_seconds(round(elapsed_s))}", *words])}
 
 
-def _left(seconds: float) -> str:
+def _time_left(seconds: float) -> str:
     return f"{format_seconds(max(1, round(seconds)))} left"
 
 

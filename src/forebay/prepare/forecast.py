@@ -100,15 +100,15 @@ class StageProgress:
 
         A pace is that of the last tasks of a kind. A stage whose kinds are not told apart may expect a time before.
         """
-        left = {kind: units for kind, units in self._remaining.items() if units > 0}
-        if left and not self._paces.keys() >= left.keys():
+        remaining = {kind: units for kind, units in self._remaining.items() if units > 0}
+        if remaining and not self._paces.keys() >= remaining.keys():
             if not expected_s:
                 return None
             left_s = expected_s * (1 - self.shown / self.total)
             if self.shown:  # Its task runs in this process, which tells how far it is.
                 left_s = (now - self._begun_at) * (self.total / self.shown - 1)
             return left_s
-        total_s = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in left.items())
+        total_s = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in remaining.items())
         processes = max(1, min(num_workers, self.tasks))
         # When a task ends the others that run are half done on average.
         left_s = total_s / processes * (1 - (processes - 1) / 2 / max(1, self.tasks))
