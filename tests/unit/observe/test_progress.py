@@ -43,36 +43,26 @@ def test_a_bar_of_a_terminal_never_starts_again_in_a_stage(monkeypatch, clock):
     assert " 20 B" not in shown and "\na message\n" in shown and "1 of 2 slices" in shown
 
 
-TRAINING = Progress("tokenizer", 0, 64_000_000, "B", remaining_s=31.0)
-
-
-@pytest.mark.parametrize(
-    ("reports", "lines"),
-    [
-        ([Progress("text", 0, 7_310_000, "B")], ["text: 0 B of 7.31 MB after 10 s, time left not known yet"]),
-        ([TRAINING], ["tokenizer: 0 B of 64 MB after 10 s, about 31 s left in all"]),
-        ([Progress("slice", 1, 1, "slice", remaining_s=0.0)], ["slice: 1 of 1 slice after 10 s"]),
-    ],
-)
-def test_lines_without_a_terminal(monkeypatch, clock, reports, lines):
+def test_lines_without_a_terminal_have_units_and_the_time_left(monkeypatch, clock):
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
-    with PrepareBar() as bar:
-        bar.update(reports[0])
-        for report in reports:
-            clock.now += 10
-            bar.update(report)
-    assert plain.getvalue().splitlines() == lines
-
-
-def test_a_bar_of_any_work_has_units_and_the_time_left(monkeypatch, clock):
-    plain = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", plain)
+    for unit, total, remaining_s in (("B", 7_310_000, None), ("slice", 1, 31.0)):
+        with PrepareBar() as shown, PrepareBar(enabled=False) as quiet:
+            for done in (0, 0, total):
+                for each in (shown, quiet):
+                    each.update(Progress("text", done, total, unit, remaining_s=0.0 if done else remaining_s))
+                clock.now += 10
     with progress.bar("train", 29_000, "sample") as advance:
         for count in (14_500, -100):
             clock.now += 10
             advance(count)
     assert plain.getvalue().splitlines() == [
+        "text: 0 B of 7.31 MB after 10 s, time left not known yet",
+        "text: 7.31 MB of 7.31 MB after 20 s",
+        "text: 7.31 MB of 7.31 MB after 30 s",
+        "text: 0 of 1 slice after 10 s, about 31 s left in all",
+        "text: 1 of 1 slice after 20 s",
+        "text: 1 of 1 slice after 30 s",
         "train: 14,500 of 29,000 samples after 10 s, 10 s left, 1,450 samples/s",
         "train: 14,500 of 29,000 samples after 20 s, 20 s left, 725 samples/s",
     ]
