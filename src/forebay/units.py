@@ -59,8 +59,8 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_count(count: float) -> str:
     """`151 k`, `1.2 M`, `12`: decimal, three digits."""
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= 0.9995 * size:
             return f"{count / size:.3g} {prefix}"
     return f"{count:.3g}"
 

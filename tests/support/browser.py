@@ -60,8 +60,11 @@ class Browser:
         return [f"{rule['id']} ({rule['impact']}): {rule['help']}: {e}" for rule, e in zip(rules, elements)]
 
     def overflow(self) -> int:
-        """Pixels by which the page is wider than its window: 0 where no reader has to scroll sideways."""
-        return int(self.page.evaluate("document.documentElement.scrollWidth - window.innerWidth"))
+        """Return by how many pixels the page, on a phone also a table in it, is too wide for its window."""
+        script = """() => Math.max(document.documentElement.scrollWidth - window.innerWidth,
+            ...[...document.querySelectorAll(window.innerWidth < 600 ? '.scroll' : 'none')]
+            .map(e => e.scrollWidth - e.clientWidth))"""
+        return int(self.page.evaluate(script))
 
     def focusable(self) -> list[str]:
         """The elements that Tab reaches, in order, by their text or label."""

@@ -243,8 +243,8 @@ def _convert(args: Namespace) -> None:
     options = replace(options, on_skipped=skipped.extend)
     source = open_source(args.source, options, to)
     unit, count = ("tokens", source.num_tokens) if isinstance(source, TokenSource) else ("rows", source.num_rows)
-    with bar("convert", 2 * (count or 0) or None, unit, enabled=not args.quiet) as advance:  # written, then verified
-        options = replace(options, on_progress=advance)
+    with bar("convert", count or None, unit.removesuffix("s"), enabled=not args.quiet) as advance:
+        options = replace(options, on_progress=lambda done: advance(done / 2))  # They are written, then verified.
         report = convert(source, args.out, to, options, force=args.overwrite)
     if args.json:
         show(args, report.to_json() | {"skipped": count_reasons(skipped)})

@@ -376,7 +376,7 @@ def _simulate(args: Namespace) -> bool:
     values = read_toml(args.scenario) if args.scenario else {}
     values |= {name: value for name in options if (value := getattr(args, name)) is not None}
     scenario = validate(Scenario, values, "simulate")
-    with bar("simulate", scenario.num_samples, " samples", enabled=not args.json and not args.quiet) as advance:
+    with bar("simulate", scenario.num_samples, "sample", enabled=not args.json and not args.quiet) as advance:
         result = simulate(scenario, advance)
     show(args, result.to_json())
     if not result.ok:

@@ -58,7 +58,7 @@ def _prepare(args: Namespace) -> None:
     options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
         output = prepare_dataset(
-            inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=print_note, **options
+            inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=bar.above(print_note), **options
         )
     result = output.to_json()
     if not output.id and args.task:
@@ -120,7 +120,7 @@ def _fetched(spec: str, args: Namespace) -> str:
 
     out = Path(args.out.rpartition("/")[2] if is_bucket(args.out) else args.out)
     folder = out.with_name(f"{out.name}.inputs") / Path(spec).name.removesuffix(".api.toml")
-    with bar("fetch", None, " items", enabled=not args.quiet) as advance:
+    with bar("fetch", None, "item", enabled=not args.quiet) as advance:
         num_items = 0
 
         def update(progress: Any) -> None:

@@ -121,6 +121,11 @@ class InputSplit:
         """The name of the files' format."""
         return self.files[0].format
 
+    @property
+    def kind(self) -> str:
+        """Return the format and the compression: the pace of a task and its documents depend on them."""
+        return f"{self.format} {self.files[0].compression}".strip() if self.files else ""
+
 
 @dataclass(frozen=True)
 class ReadOptions:

@@ -42,7 +42,7 @@ loader.total | loader_steps | Steps of the run, or of the pass.
 job.MFU | job_mfu_ratio | Model FLOPs utilization, a mean over the workers that measure it.
 loader.MFU | loader_mfu_ratio | Model FLOPs utilization, a mean over ranks.
 loader.eta_s | loader_remaining_seconds | Time until the last step, at the current rate.
-preparation.eta_s | prepare_remaining_seconds | Time until the end of the current stage, at the current rate.
+preparation.eta_s | prepare_remaining_seconds | Time until all stages are finished, as far as it is known.
 preparation.documents read | prepare_documents_read_total | Documents read.
 preparation.kept | prepare_documents_kept | Documents that no rule has dropped.
 preparation.malformed | prepare_malformed_documents_total | Records that could not be parsed.
@@ -62,7 +62,7 @@ workers.step | worker_step | Batches that a worker has received; in a coordinate
 workers.leases | worker_leases | Leases of a worker.
 workers.last_seen_s | worker_last_seen_seconds | Time since the last request of a worker.
 workers.cached_bytes | worker_cache_used_bytes | Bytes in a worker's cache of slices.
-workers.cache_bytes | worker_cache_limit_bytes | Budget of a worker's cache of slices.
+workers.cache_budget_bytes | worker_cache_limit_bytes | Budget of a worker's cache of slices.
 workers.origin_bytes | worker_origin_bytes | Bytes fetched from data nodes and other origins, by worker.
 workers.peer_bytes | worker_peer_bytes | Bytes fetched from other workers, by worker.
 workers.shared_bytes | worker_shared_bytes | Bytes sent to other workers, by worker.

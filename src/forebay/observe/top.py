@@ -14,6 +14,7 @@ import tty
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -66,7 +67,7 @@ def render(view: View, width: int, height: int) -> RenderableType:
     if progress := view.get("progress"):
         parts += _progress(progress, width)
     if figures := view.get("figures"):
-        parts.append(Text("   ".join(f"{label} {format_figure(*figure)}" for label, figure in figures.items())))
+        parts.append(Columns([_text(f"{label} {format_figure(*figure)}") for label, figure in figures.items()], (0, 3)))
     if view.get("waits") and width > 20:
         parts += [Text(), *_waits(view["waits"], width)]
         parts.append(_text(view.get("advice", ""), "yellow"))

@@ -41,15 +41,13 @@ def _columns(text: str) -> dict[str, str]:
 
 COLUMNS = {
     "workers": _columns(
-        """name state rank rate=tokens/s mfu=share wait_share=share waits_for leases cached_bytes=B cache_bytes=B
+        """name state rank rate=tokens/s mfu=share wait_share=share waits_for leases cached_bytes=B cache_budget_bytes=B
         origin_bytes=B peer_bytes=B shared_bytes=B step last_seen_s=s"""
     ),
     "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
     "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers reported id"),
     "peers": _columns("peer bytes_sent=B"),
-    "stages": _columns(
-        "stage state done_share=share documents_in documents_out cpu_s=s elapsed_s=s remaining_s=s documents_per_s"
-    ),
+    "stages": _columns("stage state done_share=share documents_in documents_out cpu_s=s elapsed_s=s documents_per_s"),
     "members": _columns("member state tasks last_report_s=s host pid=id running cpu_s=s task error"),
     "tasks": _columns("state running_s=s host node pid=id member task step"),
     "attempts": _columns("kind attempt host node pid=id task reason step"),
@@ -140,6 +138,7 @@ def _worker_row(peer_id: str, worker: Row, job: Row) -> dict[str, Any]:
     return {
         **worker, "id": peer_id, "name": worker["name"] or peer_id, "state": state, "rate": worker["tokens_per_s"],
         "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits), "step": worker["batches"],
+        "cache_budget_bytes": worker["cache_bytes"],
     }  # fmt: skip
 
 
@@ -250,7 +249,7 @@ def loader_view(
         "id": f"rank {rank}", "name": f"rank {rank}", "rank": rank, "rate": rate, "mfu": mfu, "step": state["step"],
         "state": "done" if is_done else "working" if steps_per_s else "idle", "last_seen_s": 0.0, "wait_shares": waits,
         "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits),
-        "cached_bytes": int(after.get("cached_bytes", 0)), "cache_bytes": cache_bytes,
+        "cached_bytes": int(after.get("cached_bytes", 0)), "cache_budget_bytes": cache_bytes,
         "origin_bytes": int(after.get("fetched_bytes", 0)), "peer_bytes": 0, "shared_bytes": 0,
     }  # fmt: skip
     counts = {key.partition(".")[2]: int(n) for key, n in after.items() if key.startswith(f"{unit}.")}
@@ -330,13 +329,14 @@ def preparation_view(record: Row) -> View:
         "preparation", record["name"] or record["output"], record["state"], message=record["error"] or advice,
         progress=current and {
             "done": current["done"], "total": current["total"], "unit": current["unit"],
-            "stage": current["stage"], "eta_s": current["remaining_s"],
+            "stage": current["stage"], "eta_s": record["remaining_s"],
         },
         figures=figures,
         stages=[
             {
                 **stage, "state": "running" if stage["stopped_at"] is None else "done",
                 "done_share": stage["done"] / max(1, stage["total"]),
+                **{name: stage[name] or None for name in ("documents_in", "documents_out")},
                 "elapsed_s": (stage["stopped_at"] or record["updated_at"]) - stage["started_at"],
             }
             for stage in stages
@@ -358,10 +358,13 @@ def preparation_view(record: Row) -> View:
             }
             for entry in record["funnel"]
         ],
-        dropped=[
-            {"rule": entry["stage"], "reason": reason, "documents": n, "share": n / read}
-            for entry in record["funnel"] for reason, n in entry["dropped"].items()
-        ],
+        dropped=sorted(
+            (
+                {"rule": entry["stage"], "reason": reason, "documents": n, "share": n / read}
+                for entry in record["funnel"] for reason, n in entry["dropped"].items()
+            ),
+            key=lambda row: -row["documents"],
+        ),
         samples=[
             {"title": f"{s['stage']}: {s['reason']}", "where": s["where"], "text": s["text"]} for s in record["samples"]
         ],

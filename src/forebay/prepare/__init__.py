@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forebay.prepare.config import load_recipe
     from forebay.prepare.documents import Measure
-    from forebay.prepare.progress import Progress
+    from forebay.prepare.forecast import Progress
     from forebay.prepare.recipe import Recipe
     from forebay.prepare.run import PrepareResult
 
 __all__ = ["Measure", "PrepareResult", "Progress", "Recipe", "load_recipe"]
 
 _MODULES = {
-    "Measure": "documents", "PrepareResult": "run", "Progress": "progress", "Recipe": "recipe", "load_recipe": "config",
+    "Measure": "documents", "PrepareResult": "run", "Progress": "forecast", "Recipe": "recipe", "load_recipe": "config",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forebay.prepare.settings import Json
-from forebay.units import format_bytes, format_seconds
+from forebay.units import format_bytes, format_count, format_seconds
 
 Entry = Mapping[str, Any]
 WIDTH, HEIGHT = 480.0, 90.0  # Of a chart, in its own units.
@@ -24,15 +24,8 @@ def count(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """Three significant digits: `12.3 k`, `4.56 M`; all of it below 10 000."""
-    if abs(value) < 10_000:
-        return count(value) if value == int(value) else f"{value:.3g}"
-    units, step = ("", " k", " M", " G", " T", " P"), 0
-    while abs(value) >= 999.5 and step < len(units) - 1:
-        value /= 1000
-        step += 1
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:.{digits}f}{units[step]}"
+    """Return three significant digits: `12.3 k`, `4.56 M`; all of a whole number below 10 000."""
+    return count(value) if abs(value) < 10_000 and value == int(value) else format_count(value)
 
 
 def share(part: float, total: float) -> str:

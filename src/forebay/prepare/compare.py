@@ -226,7 +226,7 @@ def _change(values: Sequence[float]) -> str:
 
 
 def _points(difference: float) -> str:
-    return f"{100 * difference:+.1f} points" if difference else "0"
+    return f"{100 * difference:+.1f} points" if abs(difference) >= 0.0005 else "<0.1 points" if difference else "0"
 
 
 def _value(value: Any) -> str:

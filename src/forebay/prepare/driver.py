@@ -37,16 +37,17 @@ from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.share import ShareEngine, parse_share
 from forebay.prepare.extend import open_parent, sign_parent
+from forebay.prepare.forecast import Progress
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
 from forebay.prepare.outputs.tokens import DatasetOutput, MegatronOutput, ReportOutput
-from forebay.prepare.progress import RUN_FILE, Progress, ProgressRecord
+from forebay.prepare.progress import RUN_FILE, ProgressRecord
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError, disk_errors, reserve
 from forebay.prepare.run_tokenizer import open_tokenizer, train
-from forebay.prepare.sampling import Sampling, kind_of
+from forebay.prepare.sampling import Sampling
 from forebay.prepare.scores.base import TYPES, annotating, segments, without_scoring
 from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
@@ -409,6 +410,9 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
     splits, stages = sampling.splits, run.recipe.stages
     content = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), sampling.fraction)
     steps = segments(stages)
+    needs_training = output.needs_tokenizer and job.tokenizer is None
+    before = ["dedup"] * run.recipe.dedup.active + ["tokenizer"] * needs_training
+    run.progress.plan("text", *before, *getattr(output, "stages", ()))
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
     file_sizes = {file.path: file.bytes for file in sources.files}
@@ -440,7 +444,6 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
     if len(steps) > 1:
         _check_malformed(run, corpus, unread)
     corpus = replace(corpus, dedup=_deduplicated(run, corpus))
-    needs_training = output.needs_tokenizer and job.tokenizer is None
     return output.write(run, corpus, train(run, texts) if needs_training else job.tokenizer, lineage)
 
 
@@ -465,7 +468,7 @@ def _process_splits(
         )
         for split, share in zip(splits, sampling.shares)
     ]  # fmt: skip
-    sizes, kinds = [split.bytes for split in splits], [kind_of(split) for split in splits]
+    sizes, kinds = [split.bytes for split in splits], [split.kind for split in splits]
     # One of each kind starts first: then the remaining time is known.
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     weights = [size + (index in firsts.values()) * sum(sizes) for index, size in enumerate(sizes)]
@@ -523,7 +526,7 @@ def _process_segments(
             SegmentTask(text.part, text, split, stages, earlier, dedup, run.work, key, run.recipe.limits)
             for text, split in zip(texts, sampling.splits)
         ]
-        on_result = run.count_tasks(stages[0].name, len(tasks), " parts")
+        on_result = run.count_tasks(stages[0].name, len(tasks), "part")
         texts = run.map(process_segment, tasks, on_result)
         sampling.count(texts, run.work, stats, run.map)
         run.progress.set_counts(stats)
@@ -542,7 +545,7 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> "DedupResult | None":
         if done:
             run.progress.advance(1)
         else:
-            run.progress.begin("dedup", {"": total}, " steps", total)
+            run.progress.begin("dedup", {"": total}, "step", total)
 
     earlier = sign_parent(run)
     run.progress.set_counts(corpus.stats)

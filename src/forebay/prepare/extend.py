@@ -176,14 +176,14 @@ def sign_parent(run: PrepareRun) -> list[Signed]:
 
     if files := signature_files(parent, dedup):
         loading = [LoadTask(str(parent.file(name)), sha256, dedup, run.work) for name, sha256 in files.items()]
-        return run.map(load_signatures, loading, run.count_tasks("parent", len(loading), " files"))
+        return run.map(load_signatures, loading, run.count_tasks("parent", len(loading), "file"))
     source = ParentDocuments(str(parent.path), parent.id, dedup.url)
     key = task_key(keys.content_key(read, (), (), 1.0), source.name, (), dedup)
     tasks = [
         TextTask(split, read, (), dedup, 1.0, run.work, key, run.recipe.limits, source, hashes=False)
         for split in source_splits(source)
     ]
-    on_result = run.count_tasks("parent", len(tasks), " parts")
+    on_result = run.count_tasks("parent", len(tasks), "part")
     texts = run.map(process_split, tasks, on_result)
     if (read_documents := sum(text.documents_out for text in texts)) != parent.manifest.documents:
         raise PrepareError(
@@ -213,7 +213,7 @@ def link_slices(run: PrepareRun) -> list[SliceInfo]:
     if parent is None:
         return []
     tasks = [LinkTask(str(parent.path), parent.id, run.store, index) for index in range(parent.num_slices)]
-    on_result = run.count_tasks("link", len(tasks), " slices")
+    on_result = run.count_tasks("link", len(tasks), "slice")
     return run.map(link_slice, tasks, on_result, is_valid=run.has_slice())
 
 

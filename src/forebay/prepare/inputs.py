@@ -176,10 +176,10 @@ def find_inputs(
 
 
 def sampled(items: list[T], fraction: float) -> tuple[list[T], float]:
-    """About that share of the files, spread evenly, and the share of their documents that makes it exact."""
+    """Return about that share of the files, two at least, evenly, and the share of their documents that is exact."""
     if fraction >= 1 or not items:
         return items, 1.0
-    count = min(len(items), max(1, round(len(items) * fraction + 0.5)))
+    count = min(len(items), max(2, round(len(items) * fraction + 0.5)))
     chosen = [items[index * len(items) // count] for index in range(count)]
     return chosen, min(1.0, fraction * len(items) / count)
 

@@ -17,13 +17,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
 from forebay.errors import ForebayError, PrepareError, printable
 from forebay.files import HOST, is_running
 from forebay.prepare.charts import cut
+from forebay.prepare.forecast import Progress, StageProgress, expected_s
 from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
 from forebay.storage.store import Store, open_store
@@ -38,8 +38,6 @@ WRITE_S = 1.0
 SILENT_S = 60.0  # A process that has not written its record for so long is named.
 MAX_LISTED = 20  # Malformed records, messages, and attempts that failed.
 LOG_BYTES = 16 << 10  # As much is kept of a process's last output, and of a traceback.
-_WINDOW_S = 60.0  # The rates follow from the results of this time.
-_DECAY = 0.9  # Each later task lowers a pace's weight by this factor: the first tasks compile kernels.
 _RECORDED = (
     "name", "output", "key", "state", "error", "started_at", "pid", "member", "num_workers", "tasks", "num_retries",
     "counts_all", "samples", "rejects",
@@ -57,26 +55,6 @@ def label(task: Any) -> str:
 def name_of(task: Any) -> str:
     """Return the task's `name` without a folder; "" without one."""
     return str(getattr(task, "name", "")).rpartition("/")[2]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a stage is. `text` and `encode` count bytes, and documents read and kept; others count their own units.
-
-    Args:
-        remaining_s: Of this stage; None until a task of each kind (format, compression) is finished.
-        documents_per_s, bytes_per_s: Of the last minute; None until two results arrived.
-    """
-
-    stage: str
-    done: int
-    total: int
-    unit: str
-    documents: int = 0
-    documents_kept: int = 0
-    remaining_s: float | None = None
-    documents_per_s: float | None = None
-    bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -178,71 +156,6 @@ class TaskCounts:
         return cls(stats.funnel, stats.usage.seconds, samples, list(rejects[:MAX_LISTED]))
 
 
-class StageProgress:
-    """A stage of a run: how much is done of its tasks, by kind, and at which pace.
-
-    Counts are done, documents read and documents kept: of all, of this process, and of what was finished before.
-    """
-
-    def __init__(self, name: str, unit: str) -> None:
-        self.name, self.unit, self.total, self.tasks = name, unit, 0, 0
-        self.started_at, self.stopped_at, self.cpu_s = time.time(), None, 0.0  # type: float, float | None, float
-        self.done, self.own, self.earlier = [0, 0, 0], [0, 0, 0], [0, 0, 0]
-        self.shown = 0  # It counts what running tasks have read, and never falls.
-        self._remaining: Counter[str] = Counter()  # Units of tasks that are not finished, by kind.
-        self._paces: dict[str, tuple[float, float]] = {}  # Seconds and units of finished tasks, by kind.
-        self._points: deque[tuple[float, list[int]]] = deque()  # Moments of the last minute, and `done` at each.
-
-    def add(self, remaining: Mapping[str, int], tasks: int) -> None:
-        """Add tasks: how many, and their units by kind."""
-        self._remaining.update(remaining)
-        self.total, self.tasks = self.total + sum(remaining.values()), self.tasks + tasks
-
-    def advance(self, counts: list[int], kind: str, result_of: str, seconds: float, now: float) -> None:
-        """Count a task that is finished."""
-        self.done = list(map(add, self.done, counts))
-        if result_of == "task":
-            self.own = list(map(add, self.own, counts))
-        elif result_of == "earlier":
-            self.earlier = list(map(add, self.earlier, counts))
-        self.shown, self.tasks = max(self.shown, self.done[0]), self.tasks - 1
-        self._remaining[kind] -= counts[0]
-        if seconds:
-            pace = self._paces.get(kind, (0.0, 0.0))
-            self._paces[kind] = _DECAY * pace[0] + seconds, _DECAY * pace[1] + counts[0]
-        if result_of != "earlier":
-            self._points.append((now, self.done))
-            while len(self._points) > 2 and self._points[1][0] < now - _WINDOW_S:
-                self._points.popleft()
-
-    def progress(self, num_workers: int, now: float) -> Progress:
-        """Return how far the stage is, with its rates."""
-        remaining = {kind: units for kind, units in self._remaining.items() if units > 0}
-        remaining_s, rates = None, [None, None]  # type: float | None, list[float | None]
-        if self._points and all(self._paces.get(kind, (0, 0))[1] for kind in remaining):
-            seconds = sum(units * self._paces[kind][0] / self._paces[kind][1] for kind, units in remaining.items())
-            seconds /= max(1, min(num_workers, self.tasks))
-            remaining_s = max(seconds / 10, seconds - (now - self._points[-1][0]))  # Running tasks have done some.
-        if len(self._points) > 1 and (elapsed_s := now - self._points[0][0]) > 0:
-            rates = [(last - first) / elapsed_s or None for last, first in zip(self.done, self._points[0][1])]
-        per_s, bytes_per_s = rates[1], rates[0] if self.unit == "B" else None
-        documents, documents_kept = self.done[1:]
-        counts = self.name, self.shown, self.total, self.unit, documents, documents_kept
-        return Progress(*counts, remaining_s, per_s, bytes_per_s)
-
-    def to_json(self, num_workers: int, now: float) -> Json:
-        """Return the stage as it is in a record."""
-        shown = self.progress(num_workers, now)
-        rates = ("documents_per_s", "bytes_per_s", "remaining_s")
-        return {
-            "stage": self.name, "done": shown.done, "total": self.total, "unit": self.unit.strip(),
-            "documents_in": shown.documents, "documents_out": shown.documents_kept,
-            "started_at": self.started_at, "stopped_at": self.stopped_at, "cpu_s": round(self.cpu_s, 3),
-            **{name: None if self.stopped_at else getattr(shown, name) for name in rates},
-            "own": self.own, "earlier": self.earlier,
-        }  # fmt: skip
-
-
 _of_thread = threading.local()  # The record of the run in this thread.
 
 
@@ -277,6 +190,7 @@ class ProgressRecord:
     def __post_init__(self) -> None:
         self._stages: dict[str, StageProgress] = {}
         self._stage: StageProgress | None = None
+        self._planned: tuple[str, ...] = ()
         self._funnel: dict[str, StageCount] = {}
         self.samples: list[dict[str, str]] = []
         self.rejects: list[dict[str, str]] = []
@@ -323,35 +237,58 @@ class ProgressRecord:
         engine.on_tick, self.workers = self.tick, getattr(engine, "running", list)
         self._engine = engine
 
+    def plan(self, *stages: str) -> None:
+        """Name the stages whose time counts, in their order, from the first that reads text.
+
+        Others, such as one that compiles before it, count for themselves and change no pace.
+        """
+        self._planned = stages
+
     def begin(self, name: str, remaining: Mapping[str, int], unit: str, tasks: int) -> None:
-        """Begin a stage of so many tasks, or add tasks to the one that runs; `remaining` are their units by kind."""
+        """Begin a stage of so many tasks, or add tasks to it; `remaining` are their units by kind."""
         if self._stage is None or self._stage.name != name:
             self._stop_stage()
-            self._stage = self._stages[name] = StageProgress(name, unit)
+            self._stage = self._stages.setdefault(name, StageProgress(name, unit, self.clock()))
+            self._stage.stopped_at = None
         self._stage.add(remaining, tasks)
         self._show()
 
-    def advance(self, done: int, kind: str = "", documents: int = 0, documents_kept: int = 0) -> None:
+    def advance(
+        self, done: int, kind: str = "", documents: int = 0, documents_kept: int = 0, kept_bytes: int = 0
+    ) -> None:
         """Count a finished task of the stage that runs."""
         assert self._stage is not None
-        self._stage.advance([done, documents, documents_kept], kind, self.result_of, self.task_s, self.clock())
+        counts = [done, documents, documents_kept]
+        self._stage.advance(counts, kind, self.result_of, self.task_s, self.clock(), kept_bytes)
         self._show()
         self._write_after(2 * WRITE_S)  # where the engine has no ticks
 
-    def tick(self) -> None:
-        """Called while tasks run, about once a second or more often."""
+    def tick(self, done: int = 0) -> None:
+        """Called while tasks run, about once a second or more often; `done` are units of a task of this process."""
         now, stage = self.clock(), self._stage
         if self.state == "running" and stage is not None and now - self._ticked_at >= WRITE_S:
             self._ticked_at = now
             if stage.unit == "B":
-                read = sum(map(_read_bytes, self.workers()))
-                stage.shown = max(stage.shown, min(stage.total, stage.done[0] + read))
+                stage.show(stage.done[0] + (done or sum(map(_read_bytes, self.workers()))))
             self._show()
         self._write_after(WRITE_S)
 
     def _show(self) -> None:
         if self.on_progress is not None and self._stage is not None:
-            self.on_progress(self._stage.progress(self.num_workers, self.clock()))
+            self.on_progress(self._stage.progress(self.clock(), self._remaining_s()))
+
+    def _remaining_s(self) -> float | None:
+        """Return how long the planned stages still take; None if it is not known."""
+        stage, planned = self._stage, self._planned
+        text = self._stages.get(planned[0]) if planned else stage
+        if self.state != "running" or stage is None or text is None:
+            return None
+        kept_bytes, num_workers = text.expected_kept_bytes(), self.num_workers
+        expected = 0.0 if stage is text else expected_s(stage.name, kept_bytes, num_workers)
+        remaining_s = stage.remaining_s(num_workers, self.clock(), expected)
+        later = planned[1 + max((i for i, name in enumerate(planned) if name in self._stages), default=0) :]
+        others_s = sum(expected_s(name, kept_bytes, num_workers) for name in later)
+        return None if remaining_s is None else remaining_s + others_s
 
     def _write_after(self, pause_s: float) -> None:
         if self.state == "running" and self.clock() - self._written_at >= max(pause_s, self.store.write_pause_s):
@@ -438,7 +375,7 @@ class ProgressRecord:
             "workers": [{"step": self.step, "member": self.member, **w} for w in self.workers() if is_running],
             "retries": list(self._retries), "skipped": dict(self.skipped), "messages": list(self._messages),
             "stage": self._stage.name if is_running and self._stage is not None else "",
-            "stages": [stage.to_json(self.num_workers, now) for stage in self._stages.values()],
+            "remaining_s": self._remaining_s(), "stages": [stage.to_json(now) for stage in self._stages.values()],
             "documents_in": counts[0].documents_in if counts else 0,
             "documents_out": counts[-1].documents_out if counts else 0,
             "malformed": counts[0].dropped["malformed"] if counts else 0,
@@ -584,6 +521,7 @@ def merge(records: Sequence[Record]) -> Json:
         "started_at": min(record["started_at"] for record in records),
         "wall_s": max(record["wall_s"] for record in records),
         "workers": [worker for record in active for worker in record["workers"]],
+        "remaining_s": 1 / paces if (paces := sum(1 / r["remaining_s"] for r in active if r["remaining_s"])) else None,
         "stages": _merged_stages(records, active), "funnel": _funnel_to_json(_funnel(counted)),
         **{name: sum(r[name] for r in counted) for name in ("documents_in", "documents_out", "malformed")},
         **{name: sum(r[name] for r in records) for name in ("tasks", "num_retries")},
@@ -626,9 +564,8 @@ def _merged_stages(records: Sequence[Record], active: Sequence[Record]) -> list[
             for i, name in enumerate(("done", "documents_in", "documents_out"))
         }
         rates = {name: sum(s[name] or 0 for s in running) or None for name in ("documents_per_s", "bytes_per_s")}
-        paces = sum(1 / stage["remaining_s"] for stage in running if stage["remaining_s"])
         merged.append({
-            **(running or stages)[-1], **done, **rates, "remaining_s": 1 / paces if paces else None,
+            **(running or stages)[-1], **done, **rates,
             "started_at": min(stage["started_at"] for stage in stages),
             "cpu_s": round(sum(stage["cpu_s"] for stage in stages), 3),
         })  # fmt: skip

@@ -9,9 +9,9 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
@@ -37,13 +37,13 @@ from forebay.prepare.progress import read_progress
 from forebay.prepare.settings import Json
 from forebay.storage.addresses import is_url
 from forebay.storage.store import FolderStore, Store, open_store
-from forebay.units import format_bytes, format_seconds
+from forebay.units import format_bytes, format_seconds, numbered
 
 Report = Mapping[str, Any]
 REPORT_FILE = "report.html"
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
 REPORT_VERSION = 1  # Changed when a key changes its meaning.
-MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
+MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS, MAX_FAILED = 50, 100, 20, 24, 5
 MAX_ROWS = 12  # A longer table is folded.
 FIRST = ("Inputs that failed", "Sample", "Drop rates in the whole input", "Funnel")  # They come first on the page.
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
@@ -51,6 +51,20 @@ _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if ch
 _VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
 _VISIBLE |= {0xFDD0: "⟨prompt⟩ ", 0xFDD1: "⟨response⟩ ", 0xFDD2: "⟨header⟩ "}
 _PREFIXES = {"stage": "", "dropped": "  − ", "changed": "  ~ "}
+
+
+_LISTS = """\
+Inputs that failed|failures|Name:path,Missing:bytes,Reason:reason||skipped.jsonl
+Evaluation sets|sets|Set:name,Instances:instances,Too short:too_short,N-grams:ngrams,Documents with them:documents||
+Contaminated documents|hits|Document:where,Set:set,Instance:instance,Shared words:ngram,Instance's text:text|The first \
+of each set.|contamination.jsonl
+Thresholds by percentiles|thresholds|Stage:stage,Column:column,Percentile:percentile,Value:value||
+Malformed records, by reason|rejected|Reason:reason,Records:number||rejects.jsonl
+Malformed records|rejects|Where:where,Reason:reason||
+Inputs that were not read, by reason|skipped|Reason:reason,Files and folders:number||skipped.jsonl
+Inputs that were not read|skipped_files|Name:path,Status:status,Reason:reason||
+Inputs|inputs|Name:name,Format:format,Size:bytes,Documents:documents,Malformed:malformed||"""
+"""Tables of lists of a report: title, key, columns and their keys, description, file beside the page."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +118,10 @@ class PreparationReport(Json):
         fields = {label: f"{value} {detail}" for label, value, detail in _totals(self)}
         funnel = next(table for table in _tables(self) if table.title == "Funnel")
         rows = [
-            [f"{name.lead}{name.text}" if isinstance(name, Link) else name, *cells[:2]]
+            [f"{name.lead}{name.text}" if isinstance(name, Link) else name, *cells[:3]]
             for name, *cells in funnel.rows
         ]  # fmt: skip
-        return html.card(f"Report of {self.get('name')}", fields, html.table(funnel.heads[:3], rows))
+        return html.card(f"Report of {self.get('name')}", fields, html.table(funnel.heads[:4], rows))
 
 
 def load_report(path: str | os.PathLike[str]) -> PreparationReport:
@@ -215,14 +229,14 @@ def times_table(record: Report) -> Table:
         )
         for name in names
     ]  # fmt: skip
-    steps = ", ".join(
-        f"{stage['stage']} {format_seconds(stage['stopped_at'] - stage['started_at'])}"
-        for stage in record["stages"] if stage["stopped_at"]
-    )  # fmt: skip
+    stopped = [stage for stage in record["stages"] if stage["stopped_at"]]
+    durations = {stage["stage"]: format_seconds(stage["stopped_at"] - stage["started_at"]) for stage in stopped}
+    steps = ", ".join(map(" ".join, durations.items()))
+    compiling = f" ({durations['kernels']})" if "kernels" in durations else ""
     description = (
         f"{format_seconds(record['wall_s'])} with {record['num_workers']} processes, {format_seconds(total)} of CPU, "
-        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}. Without the compilation "
-        "of kernels. All of the page but this section is the same for the same input and recipe."
+        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}. CPU is "
+        f"without the compilation of kernels{compiling}. All but this section depends on input and recipe alone."
     )
     attempts = [
         (f["task"], f["step"], f["node"] or f["host"], str(f["attempt"]), f["reason"]) for f in record["retries"]
@@ -274,12 +288,12 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
     t = dict.fromkeys(("documents_out", "bytes_in", "bytes_out", "tokens", "slices", "malformed"), 0)
     t |= report.get("totals", {})
     total, failed = _documents_in(report), report.get("failed") or {"inputs": 0}
-    missing = f"{failed['share']:.1%} of the bytes are missing" if failed["inputs"] else ""
+    missing = f"{share(failed['share'], 1)} of the bytes are missing" if failed["inputs"] else ""
     return [
         *([("failed inputs", count(failed["inputs"]), missing)] if missing else []),
         ("documents", count(t["documents_out"]), f"of {count(total)} kept ({share(t['documents_out'], total)})"),
         ("text", format_bytes(t["bytes_out"]), f"{share(t['bytes_out'], t['bytes_in'])} of the bytes read"),
-        ("tokens", short(t["tokens"]), f"in {count(t['slices'])} slices"),
+        ("tokens", short(t["tokens"]), f"in {numbered(t['slices'], 'slice')}" if t["slices"] else ""),
         ("malformed", count(t["malformed"]), f"{share(t['malformed'], total)} of what was read"),
     ]
 
@@ -297,8 +311,18 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
 def _tables(report: Report) -> Iterator[Table]:
     total = _documents_in(report)
     failed = [item for item in report.get("skipped_files", []) if item.get("status") == "failed"]
-    failures = _rows(failed, path=str, bytes=format_bytes, reason=str)
-    yield Table("Inputs that failed", ("Name", "Missing", "Reason"), failures, file="skipped.jsonl")
+    failed.sort(key=lambda item: -item.get("bytes", 0))
+    totals = {"inputs": 0, "bytes": 0, **report.get("failed", {})}
+    about = f"{numbered(totals['inputs'], 'input')}: {format_bytes(totals['bytes'])} are missing. Here are the largest."
+    inputs, rejects = list(report.get("inputs", [])), report.get("rejects", [])[:MAX_REJECTS]
+    if extra := inputs[MAX_INPUTS:]:
+        summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
+        inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", **summed}]
+    if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
+        rejects.append({"where": f"{count(more)} more are not shown"})
+    shown = {**report, **report.get("contamination", {}), "failures": failed[:MAX_FAILED], "inputs": inputs}
+    lists = [_list_table({**shown, "rejects": rejects}, line) for line in _LISTS.splitlines()]
+    yield replace(lists[0], description=about)
     yield Table("Sample", ("", ""), list(sample_lines(report)))
     heads = ("Rule", "Sampled documents", "Share", "Interval of 95 %")
     yield Table("Drop rates in the whole input", heads, list(rates(report)))
@@ -309,18 +333,11 @@ def _tables(report: Report) -> Iterator[Table]:
         link, tip = tips.get((stage_name, label), ("", "")) if kind == "dropped" else ("", "")
         lead = _PREFIXES[kind].replace(" ", "\N{NO-BREAK SPACE}")
         bar = _percent(n, total) + (" dropped" if kind == "dropped" else "")
-        shares = ("", "0") if kind == "changed" else (share(n, total), bar)
-        stages.append((Link(label, link, tip, lead) if link else lead + label, count(n), *shares))
-    description = "After each stage; − dropped, by rule, of which there are samples below; ~ texts that were changed."
-    yield Table("Funnel", ("Stage, rule", "Documents", "Of all", "bar"), stages, description)
-    listed = report.get("contamination", {})
-    sets = _rows(listed.get("sets"), name=str, instances=count, too_short=count, ngrams=count, documents=count)
-    yield Table("Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), sets)
-    hits = _rows(listed.get("hits"), where=str, set=str, instance=str, ngram=str, text=str)
-    yield Table(
-        "Contaminated documents", ("Document", "Set", "Instance", "Shared words", "Instance's text"), hits,
-        "The first of each set.", "contamination.jsonl",
-    )  # fmt: skip
+        figures = ("", count(n), "", "0") if kind == "changed" else (count(n), "", share(n, total), bar)
+        stages.append((Link(label, link, tip, lead) if link else lead + label, *figures))
+    description = "After each stage; − dropped, by rule, of which there are samples below; ~ changes of texts, by kind."
+    yield Table("Funnel", ("Stage, rule", "Documents", "Changes", "Of all", "bar"), stages, description)
+    yield from lists[1:3]
     for title, data in report.get("histograms", {}).items():
         bins = list(_bins(data))
         max_documents = max((max(read, retained) for _, read, retained in bins), default=0)
@@ -329,8 +346,7 @@ def _tables(report: Report) -> Iterator[Table]:
             for label, read, retained in bins
         ]
         yield Table(f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), rows)
-    chosen = _rows(report.get("thresholds"), stage=str, column=str, percentile="{:g}".format, value="{:.6g}".format)
-    yield Table("Thresholds by percentiles", ("Stage", "Column", "Percentile", "Value"), chosen)
+    yield lists[3]
     for title, key in (("Languages", "languages"), ("Subsets", "subsets")):
         counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get(key, {}).items()]
         counts.sort(key=lambda row: (-row[1], row[0]))
@@ -339,27 +355,26 @@ def _tables(report: Report) -> Iterator[Table]:
             counts = [*counts[:MAX_LANGUAGES], others]
         values = [(name, count(read), count(retained), share(retained, read)) for name, read, retained in counts]
         yield Table(title, (title[:-1], "Read", "Kept", "Share"), values)
-    reasons = [(reason, count(n)) for reason, n in report.get("rejected", {}).items()]
-    yield Table("Malformed records, by reason", ("Reason", "Records"), reasons, file="rejects.jsonl")
-    rejects = _rows(report.get("rejects"), where=str, reason=str)[:MAX_REJECTS]
-    if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
-        rejects.append([f"{count(more)} more are not shown", ""])
-    yield Table("Malformed records", ("Where", "Reason"), rejects)
-    skipped = [(reason, count(n)) for reason, n in report.get("skipped", {}).items()]
-    yield Table("Inputs that were not read, by reason", ("Reason", "Files and folders"), skipped, file="skipped.jsonl")
-    names = _rows(report.get("skipped_files"), path=str, status=str, reason=str)
-    yield Table("Inputs that were not read", ("Name", "Status", "Reason"), names)
-    inputs = list(report.get("inputs", []))
-    if extra := inputs[MAX_INPUTS:]:
-        summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
-        inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", **summed}]
-    read = _rows(inputs, name=str, format=str, bytes=format_bytes, documents=count, malformed=count)
-    yield Table("Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), read)
+    yield from lists[4:]
 
 
-def _rows(entries: Sequence[Report] | None, **columns: Callable[[Any], str]) -> list[list[str]]:
-    """A row for each entry: its values by key, as `columns` shows them; nothing for a missing one."""
-    return [[show(entry[key]) if key in entry else "" for key, show in columns.items()] for entry in entries or ()]
+def _list_table(report: Report, line: str) -> Table:
+    """Return the table of a list, or of counts by reason, by a line of `_LISTS`."""
+    title, key, columns, description, file = line.split("|")
+    entries = report.get(key) or ()
+    if isinstance(entries, Mapping):
+        entries = [{"reason": reason, "number": number} for reason, number in entries.items()]
+    names = dict(column.split(":") for column in columns.split(","))
+    rows = [[_cell(name, entry[name]) if name in entry else "" for name in names.values()] for entry in entries]
+    return Table(title, [*names], rows, description, file)
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if name == "bytes":
+        return format_bytes(value) if value >= 0 else "unknown"
+    return count(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def _percent(part: float, total: float) -> str:

@@ -141,7 +141,8 @@ class PrepareRun:
         self.progress.begin(stage, remaining, "B", len(sizes))
 
         def add(index: int, result: Any) -> None:
-            self.progress.advance(sizes[index], kinds[index], result.documents_in, result.documents_out)
+            counts = result.documents_in, result.documents_out, getattr(result, "bytes_out", 0)
+            self.progress.advance(sizes[index], kinds[index], *counts)
 
         return add
 

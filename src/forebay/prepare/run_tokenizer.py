@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import version
 
@@ -22,6 +22,8 @@ from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tasks.text import TextResult
 from forebay.prepare.tokenize import tokenizers
 from forebay.units import format_bytes
+
+_READ_SHARE = 0.75  # Of the time of a training: while its texts are read; then it merges.
 
 
 def open_tokenizer(
@@ -84,18 +86,26 @@ def train(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerF
     key = keys.hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
     name = f"trained-{key}/{TOKENIZER_FILE}"
     if not run.work.exists(name):
-        trained = run.count_tasks("tokenizer", 1, " trained")
-        size = format_bytes(min(tokenizers.SAMPLE_BYTES, sum(text.bytes_out for text in texts)))
-        run.on_message(f"training a tokenizer of {vocab:,} tokens on {size} of text")
+        size = min(tokenizers.SAMPLE_BYTES, sum(text.bytes_out for text in texts))
+        run.progress.begin("tokenizer", {"": size}, "B", 1)
+        run.on_message(f"training a tokenizer of {vocab:,} tokens on {format_bytes(size)} of text")
+        read = 0
+
+        def sample() -> Iterator[str]:
+            nonlocal read
+            for text in sample_texts(run.work, parts, seed):
+                read += len(text.encode())
+                yield text
+
         started = time.process_time()
         with ThreadPoolExecutor(1) as pool:  # so that the time can be shown meanwhile
-            training = pool.submit(tokenizers.train_tokenizer, sample_texts(run.work, parts, seed), vocab)
+            training = pool.submit(tokenizers.train_tokenizer, sample(), vocab)
             while not wait([training], TICK_S).done:
-                run.progress.tick()
+                run.progress.tick(int(_READ_SHARE * read))
         run.work.create(name, training.result().data)
         run.progress.add(usage := Usage({TRAINING: time.process_time() - started}), None)
         run.usage.add(usage)
-        trained(0, None)
+        run.progress.advance(size)
     with run.work.scratch() as folder:
         (path := folder / TOKENIZER_FILE).write_bytes(run.work.read(name))
         loaded = _load_tokenizer(run.recipe, str(path))

@@ -52,8 +52,8 @@ class Sampling:
         total = round(len(splits) * scale), round(sum(split.bytes for split in splits) * scale)
         by_kind: dict[str, list[int]] = {}
         for index in sorted(range(len(splits)), key=lambda index: (splits[index].bytes.bit_length(), index)):
-            by_kind.setdefault(kind_of(splits[index]), []).append(index)
-        kinds = Counter({kind: len(order) for kind, order in by_kind.items()})
+            by_kind.setdefault(splits[index].kind, []).append(index)
+        kinds = Counter({kind: round(len(order) * scale) for kind, order in by_kind.items()})
         if fraction >= 1 or not splits:
             return cls(splits, [1.0] * len(splits), kinds, 1.0, *total)
         shares: dict[int, float] = {}
@@ -107,7 +107,7 @@ class Sampling:
     @property
     def chosen(self) -> Counter[str]:
         """How many splits of each kind are read."""
-        return Counter(map(kind_of, self.splits))
+        return Counter(split.kind for split in self.splits)
 
     @property
     def quantile(self) -> float | None:
@@ -128,7 +128,7 @@ class Sampling:
         ratio = sum(counts) / sum_of_totals if sum_of_totals else 0.0
         rest: dict[str, list[float]] = {}
         for split, total, count in zip(self.splits, totals, counts):
-            rest.setdefault(kind_of(split), []).append(count - ratio * total)
+            rest.setdefault(split.kind, []).append(count - ratio * total)
         variance = 0.0
         for kind, values in rest.items():
             mean, number = sum(values) / len(values), len(values)
@@ -140,11 +140,6 @@ class Sampling:
         """Return the standard error of the sum of counts, as a share of it; splits count by their sizes and scales."""
         sizes = [split.bytes * scale for split, scale in zip(self.splits, scales)]
         return self.error(sizes, counts) * sum(sizes) / sum(counts) if sum(counts) else 0.0
-
-
-def kind_of(split: InputSplit) -> str:
-    """Return the format of a split, and its compression: what its pace and its documents depend on."""
-    return f"{split.format} {split.files[0].compression}".strip() if split.files else ""
 
 
 def interval(dropped: int, documents: int, error: float, documents_share: float, z: float) -> list[float]:
@@ -226,7 +221,8 @@ def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> Json:
         for name, seconds in usage.seconds.items()
     }
     total_s, start = sum(seconds for _, seconds in stages.values()), usage.seconds.get("start", 0.0)
-    expected, z = total_s / processes + start, sampling.quantile
+    training = stages.get(TRAINING, [0.0, 0.0])[1]  # By one process.
+    expected, z = (total_s - training) / processes + training + start, sampling.quantile
     wall_s = [expected]
     if z is not None:
         spent = [us + counts[OTHER_US] * sampling.scale for us, counts in zip(read, sampling.counts)]

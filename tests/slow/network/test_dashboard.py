@@ -105,7 +105,7 @@ def test_the_view_has_workers_waits_coverage_nodes_and_events(job: Job):
     assert set(coverage["used"]) > {"0"} and "L" in coverage["state"]
     for row in [row for row in shown["workers"] if row["state"] == "working"]:
         assert row["rate"] > 0 and row["origin_bytes"] + row["peer_bytes"] > 0
-        assert 0 < row["cached_bytes"] <= row["cache_bytes"] == 1 << 20 and 0 <= row["wait_share"] <= 1
+        assert 0 < row["cached_bytes"] <= row["cache_budget_bytes"] == 1 << 20 and 0 <= row["wait_share"] <= 1
     assert shown["figures"]["workers"][0] == 3 and shown["figures"]["ledger entries"][0] > 4
     assert {event["text"] for event in shown["events"]} >= {f"{name} joined" for name in WORKERS}
     (node,) = shown["nodes"]
@@ -147,6 +147,8 @@ def test_the_page_in_a_browser(job: Job):
         check_page(browser, url, "dashboard", "#table-workers tbody tr", lambda: parts)
         assert browser.page.inner_text("#title") == NAME
         assert {request.split("/")[2] for request in browser.requests} <= {url.split("/")[2]}
+        browser.open(url)
+        browser.page.wait_for_selector("#table-workers tbody tr")
         names = browser.focusable()
         assert any("set aside" in name for name in names) and any(name.startswith("BUTTON Theme") for name in names)
         browser.page.get_by_role("button", name="rate").first.click()

@@ -1,12 +1,15 @@
-"""Bars of prepare: what they say, and that they are silent without a terminal."""
+"""Bars: their words, on a terminal and without one; they never step back."""
 
 import io
 import sys
+from types import SimpleNamespace
+
+import pytest
 
 from forebay.cli.arguments import plain
 from forebay.observe import progress
 from forebay.observe.progress import PrepareBar
-from forebay.prepare.progress import Progress
+from forebay.prepare.forecast import Progress
 
 
 class Terminal(io.StringIO):
@@ -14,31 +17,55 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_shows_them(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of bars: `clock.now`."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    return clock
+
+
+def test_a_bar_of_a_terminal_never_starts_again_in_a_stage(monkeypatch, clock):
+    monkeypatch.setenv("COLUMNS", "160")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with PrepareBar() as bar:
-        bar.update(Progress("filter", 0, 100, "B"))
-        bar.update(Progress("filter", 10, 100, "B", 10, 6))
-        assert "left" not in terminal.getvalue()  # not known yet
-        bar.update(Progress("filter", 50, 100, "B", 1000, 612, 90.0, 1000.0, 2e6))
-        bar._bar.refresh()
-        bar.update(Progress("slice", 1, 2, " slices"))
-    shown = terminal.getvalue()
-    assert "90 s left, 1,000 docs/s, 2.0 MB/s, kept 61.2 %" in shown
-    assert "filter" in shown and "slice" in shown
+        for done, remaining_s in ((0, None), (50, 90.0), (20, 80.0)):  # the last one steps back
+            clock.now += 31
+            bar.update(Progress("filter", done, 100, "B", 20 * done, 612 * done // 50, remaining_s, 1000.0, 2e6))
+        bar.above(lambda text: terminal.write(f"{text}\n"))("a message")
+        for done in (0, 1):
+            clock.now += 1
+            bar.update(Progress("slice", done, 2, "slice"))
+    shown = terminal.getvalue().replace("\r", "\n")
+    assert "50%|#####     | 50 B of 100 B after 31 s, about 90 s left in all, 1,000 docs/s, 2 MB/s, kept 61" in shown
+    assert "\n50%|#####     | 50 B of 100 B after 62 s, about 80 s left in all" in shown.replace("filter:  ", "")
+    assert " 20 B" not in shown and "\na message\n" in shown and "1 of 2 slices" in shown
 
 
-def test_lines_without_a_terminal(monkeypatch):
+def test_lines_without_a_terminal_have_units_and_the_time_left(monkeypatch, clock):
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
-    monkeypatch.setattr(progress, "LINE_S", 0.0)
-    with PrepareBar() as bar:
-        bar.update(Progress("filter", 10, 100, "B", 10, 5))
-        bar.update(Progress("filter", 60, 100, "B", 60, 5))
-    assert "filter: 60.0 of 100B after 0" in plain.getvalue().splitlines()[-1]
-    assert "\r" not in plain.getvalue()
+    for unit, total, remaining_s in (("B", 7_310_000, None), ("slice", 1, 31.0)):
+        with PrepareBar() as shown, PrepareBar(enabled=False) as quiet:
+            for done in (0, 0, total):
+                for each in (shown, quiet):
+                    each.update(Progress("text", done, total, unit, remaining_s=0.0 if done else remaining_s))
+                clock.now += 10
+    with progress.bar("train", 29_000, "sample") as advance:
+        for count in (14_500, -100):
+            clock.now += 10
+            advance(count)
+    assert plain.getvalue().splitlines() == [
+        "text: 0 B of 7.31 MB after 10 s, time left not known yet",
+        "text: 7.31 MB of 7.31 MB after 20 s",
+        "text: 7.31 MB of 7.31 MB after 30 s",
+        "text: 0 of 1 slice after 10 s, about 31 s left in all",
+        "text: 1 of 1 slice after 20 s",
+        "text: 1 of 1 slice after 30 s",
+        "train: 14,500 of 29,000 samples after 10 s, 10 s left, 1,450 samples/s",
+        "train: 14,500 of 29,000 samples after 20 s, 20 s left, 725 samples/s",
+    ]
 
 
 def test_values_as_a_person_reads_them():

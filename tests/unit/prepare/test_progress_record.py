@@ -11,13 +11,13 @@ import pytest
 
 from forebay import text_filter
 from forebay.errors import PrepareError
+from forebay.prepare.forecast import StageProgress
 from forebay.prepare.progress import (
     FINISHED_FILE,
     MEMBERS,
     RUNNING_FILE,
     Failure,
     ProgressRecord,
-    StageProgress,
     TaskCounts,
     failure_of,
     merge,
@@ -119,20 +119,23 @@ def test_the_record_of_a_run_that_is_stopped_and_resumed(tmp_path, monkeypatch):
 
 
 def test_the_remaining_time_knows_kinds_of_tasks_and_never_goes_back():
-    stage = StageProgress("text", "B")
+    stage = StageProgress("text", "B", 0.0)
     stage.add({"jsonl": 1000, "warc gz": 200}, 12)
     for second in range(5):
         stage.advance([100, 10, 5], "jsonl", "task", 1.0, second)
-    assert stage.progress(2, 5.0).remaining_s is None  # nothing is known of WARC
+    assert stage.remaining_s(1, 5.0) is None  # nothing is known of WARC
     stage.advance([100, 10, 5], "warc gz", "task", 20.0, 20.0)
-    shown = stage.progress(2, 20.0)
-    assert shown.remaining_s == pytest.approx((500 / 100 * 1.0 + 100 / 100 * 20.0) / 2)
-    assert stage.progress(2, 22.0).remaining_s == pytest.approx(shown.remaining_s - 2)
+    left_s = 500 / 100 * 1.0 + 100 / 100 * 20.0
+    assert [stage.remaining_s(1, now) for now in (20.0, 22.0, 900.0)] == pytest.approx(
+        [left_s, left_s - 2, left_s / 10]
+    )
+    assert stage.remaining_s(2, 20.0) == pytest.approx(left_s / 2 * 11 / 12)  # Of two tasks that run, one is half done.
+    shown = stage.progress(20.0)
     assert (shown.done, shown.documents, shown.documents_kept) == (600, 60, 30)
-    assert shown.bytes_per_s == pytest.approx(500 / 20) and shown.documents_per_s == pytest.approx(50 / 20)
-    stage.shown = 700  # with what running tasks have read
+    assert shown.bytes_per_s == pytest.approx(600 / 20) and shown.documents_per_s == pytest.approx(60 / 20)
+    stage.show(700)  # with what running tasks have read
     stage.advance([50, 1, 1], "jsonl", "task", 1.0, 21.0)
-    assert stage.progress(2, 21.0).done == 700
+    assert stage.progress(21.0).done == 700
 
 
 def member(folder: Path, name: str) -> ProgressRecord:

@@ -10,7 +10,8 @@ from forebay.formats.inputs import InputFile, InputSplit
 from forebay.prepare import compiled
 from forebay.prepare.charts import sample_lines
 from forebay.prepare.dedup.kernels import character_table
-from forebay.prepare.sampling import Sampling, interval, kind_of
+from forebay.prepare.inputs import sampled
+from forebay.prepare.sampling import Sampling, interval
 from support.preparing import prepare, write_jsonl
 
 KINDS = [("jsonl", ""), ("jsonl", "gz"), ("warc", "gz"), ("parquet", "")]
@@ -24,17 +25,23 @@ def splits_of(sizes: list[tuple[int, int]]) -> list[InputSplit]:
 def test_two_splits_of_each_kind_and_their_share_of_its_bytes(sizes: list[tuple[int, int]], fraction: float):
     splits = splits_of(sizes)
     sampling = Sampling.of(splits, fraction)
-    number, chosen = Counter(map(kind_of, splits)), sampling.chosen
+    number, chosen = Counter(split.kind for split in splits), sampling.chosen
     assert sampling.kinds == number and all(chosen[kind] >= min(2, n) for kind, n in number.items())
     read, expected = Counter[str](), Counter[str]()
     for split, share in zip(sampling.splits, sampling.shares):
-        read[kind_of(split)] += split.bytes * share
+        read[split.kind] += split.bytes * share
     for split in splits:
-        expected[kind_of(split)] += split.bytes * fraction
+        expected[split.kind] += split.bytes * fraction
     assert all(0 < share <= 1 for share in sampling.shares)
     assert all(read[kind] == pytest.approx(expected[kind], rel=0.1) for kind in number)
     assert sampling.scale == pytest.approx(1 / fraction, rel=0.1)
     assert (sampling.quantile is None) == any(n > 1 == chosen[kind] for kind, n in number.items())
+
+
+def test_one_file_of_a_list_of_ten_tells_no_interval():
+    sampling = Sampling.of(splits_of([(2, 1000)]), 0.1, scale=10)
+    assert sampling.kinds == {"warc gz": 10} and sampling.quantile is None
+    assert len(sampled([*range(10)], 0.01)[0]) == 2
 
 
 def test_intervals_at_the_ends():
@@ -68,7 +75,7 @@ def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tm
     assert expected == pytest.approx(truth.documents_in, rel=0.25) and (
         not bounds or bounds[0] <= expected <= bounds[1]
     )
-    assert report["cost"]["cpu_s"]["train tokenizer"][1] > 0
+    assert report["cost"]["wall_s"][0] > report["cost"]["cpu_s"]["train tokenizer"][1] > 0
     shown = dict(sample_lines(report))
     assert "3 of 8 jsonl" in shown[""] and "whole input" in shown
 

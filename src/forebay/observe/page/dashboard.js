@@ -103,19 +103,46 @@ function renderWaits(waits) {
 
 function renderHistory() {
   const rates = points.filter((point) => point.rate !== null).map((point) => [point.at, point.rate]);
-  const waits = points.map((point) => [point.at, Object.values(point.waits).reduce((a, b) => a + b, 0)]);
-  const unit = points.findLast((point) => point.rate !== null).unit;
-  $("charts").replaceChildren(chart("throughput", rates, unit, null), ...(view.kind === "preparation" ? [] : [chart("waiting", waits, "share", 1)]));
+  const unit = points.findLast((point) => point.rate !== null).unit, charts = [[`Throughput, ${unit}`, [["throughput", rates]], unit, null]];
+  const causes = CAUSES.filter((cause) => points.some((point) => point.waits[cause] >= 0.005));
+  if (view.kind !== "preparation" && view.kind !== "run") charts.push(["Waiting, of the time of the workers", [
+    ["all", points.map((point) => [point.at, Object.values(point.waits).reduce((a, b) => a + b, 0)])],
+    ...causes.map((cause) => [cause, points.map((point) => [point.at, point.waits[cause] || 0])])], "share", 1]);
+  const width = $("charts").clientWidth, shown = charts.length > 1 && width >= 700 ? (width - 24) / 2 : width;
+  $("charts").replaceChildren(...charts.map((each) => chart(shown, ...each)));
 }
 
-function chart(label, pairs, unit, top) {
-  const ns = "http://www.w3.org/2000/svg", svg = document.createElementNS(ns, "svg"), line = document.createElementNS(ns, "path");
-  const max = top ?? Math.max(...pairs.map(([, y]) => y), 1e-9) * 1.05, first = pairs[0][0], span = Math.max(1, pairs.at(-1)[0] - first);
-  line.setAttribute("d", pairs.map(([x, y], i) => `${i ? "L" : "M"}${(600 * (x - first) / span).toFixed(1)} ${(96 - 94 * Math.min(1, y / max)).toFixed(1)}`).join(""));
-  const text = `${label}: now ${format(pairs.at(-1)[1], unit)}, at most ${format(Math.max(...pairs.map(([, y]) => y)), unit)} in ${duration(span)}`;
-  for (const [name, value] of Object.entries({ class: "chart", viewBox: "0 0 600 96", preserveAspectRatio: "none", role: "img", "aria-label": text })) svg.setAttribute(name, value);
-  svg.append(line);
-  return el("figure", {}, svg, el("figcaption", {}, text));
+function svg(tag, attributes, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+// Ticks at round numbers, from 0 to the first that is not below the largest value.
+function ticks(max) {
+  const rough = max / 4, power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
+  return Array.from({ length: Math.ceil(max / step - 0.001) + 1 }, (_, i) => i * step);
+}
+
+function tick(value, unit) {
+  if (unit === "share") return `${Math.round(100 * value)} %`;
+  return /^B/.test(unit) ? format(value, unit) : scaled(value, ["", "k", "M", "G"], 1000).replace(/\.0+(?= |$)|(\.\d*?)0+(?= |$)/, "$1");
+}
+
+// A chart with axes. Lines differ in colour and in dashes; the legend has both, and their values now.
+function chart(width, title, series, unit, top) {
+  const height = 180, left = 60, bottom = 156, right = width - 12, largest = Math.max(...series.flatMap(([, pairs]) => pairs.map(([, y]) => y)), 1e-9);
+  const levels = ticks(top ?? largest), max = levels.at(-1), start = Math.min(...series.map(([, pairs]) => pairs[0][0])), span = Math.max(1, series[0][1].at(-1)[0] - start);
+  const x = (at) => left + (right - left) * (at - start) / span, y = (value) => bottom - (bottom - 8) * Math.min(1, value / max);
+  const times = Array.from({ length: width < 480 ? 2 : 4 }, (_, i, n = width < 480 ? 1 : 3) => start + span * i / n);
+  const text = `${title} in ${duration(span)}: ${series.map(([name, pairs]) => `${name} now ${format(pairs.at(-1)[1], unit)}, at most ${format(Math.max(...pairs.map(([, value]) => value)), unit)}`).join("; ")}`;
+  const picture = svg("svg", { class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": text },
+    ...levels.map((level) => svg("g", {}, svg("line", { x1: left, x2: right, y1: y(level), y2: y(level) }), svg("text", { x: left - 8, y: y(level) + 4, "text-anchor": "end" }, tick(level, unit)))),
+    ...times.map((at, i) => svg("text", { x: x(at), y: height - 6, "text-anchor": i === 0 ? "start" : i === times.length - 1 ? "end" : "middle" }, clock(at))),
+    ...series.map(([name, pairs]) => svg("path", { class: `l-${name}`, d: pairs.map(([at, value], i) => `${i ? "L" : "M"}${x(at).toFixed(1)} ${y(value).toFixed(1)}`).join("") })));
+  const legend = series.map(([name, pairs]) => el("li", {}, svg("svg", { class: "chart key", width: 28, height: 10, "aria-hidden": "true" }, svg("path", { class: `l-${name}`, d: "M0 5H28" })), `${name} ${format(pairs.at(-1)[1], unit)}`));
+  return el("figure", {}, el("figcaption", {}, title), picture, el("ul", { class: "legend" }, ...legend));
 }
 
 let cellSize = 0, cellColumns = 0;
@@ -171,7 +198,7 @@ function renderTable(name, rows, columns) {
     const focused = head.contains(document.activeElement) ? document.activeElement.textContent : null;
     head.dataset.signature = signature;
     head.replaceChildren(el("tr", {}, ...keys.map((key) => {
-      const label = key.replace(/_bytes$/, "").replace("bytes_per_s", "rate").replace(/_s$/, "").replaceAll("_", " "), button = el("button", { type: "button" }, label);
+      const button = el("button", { type: "button" }, heading(key));
       button.addEventListener("click", () => { settings.sign = settings.key === key ? -settings.sign : 1; settings.key = key; render(); });
       return el("th", { scope: "col", class: rows.some((row) => typeof row[key] === "string") ? "text" : "", "aria-sort": settings.key !== key ? "none" : settings.sign > 0 ? "ascending" : "descending" }, button);
     })));
@@ -185,6 +212,8 @@ function renderTable(name, rows, columns) {
   section.lastChild.hidden = rows.length <= PAGE_ROWS;
   section.querySelector("output").textContent = `${shown.length ? settings.first + 1 : 0} to ${settings.first + shown.length} of ${matching.length.toLocaleString("en")}`;
 }
+
+function heading(key) { return key.replace(/_bytes$/, "").replace("bytes_per_s", "rate").replace(/_s$/, "").replaceAll("_", " "); }
 
 function pager(name, settings) {
   const turn = (label, rows) => {
@@ -206,6 +235,7 @@ function fillRows(body, rows, keys, columns) {
     keys.forEach((key, k) => {
       const cell = line.cells[k] ?? line.insertCell(), text = format(row[key], columns[key]), isText = typeof row[key] === "string";
       if (!cell.firstChild) cell.append(text); else if (cell.firstChild.nodeValue !== text) cell.firstChild.nodeValue = text;
+      if (cell.dataset.label !== heading(key)) cell.dataset.label = heading(key);
       const name = isText ? `text ${key === "state" ? tone(row[key]) : ""}` : "", title = isText ? row.error || text : "";
       if (cell.className !== name) cell.className = name;
       if (cell.title !== title) cell.title = title;
@@ -299,7 +329,7 @@ $("cells").addEventListener("keydown", (event) => {
   event.preventDefault();
   describeCell(Number($("cell-text").dataset.cell ?? -1) + step);
 });
-window.addEventListener("resize", () => { if (view && view.coverage) renderCoverage(); });
+window.addEventListener("resize", () => { if (view) render(); });
 document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 refresh();
 setInterval(() => { if (!document.hidden) refresh(); }, POLL_MS);

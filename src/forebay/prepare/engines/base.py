@@ -164,7 +164,7 @@ class Attempts:
 
 
 def state_of(task: Any, pid: int | None = None) -> Json:
-    """What `Engine.running` says of a task that starts now, by default in this process."""
+    """Return what `Engine.running` says of a task that starts now, by default in this process."""
     state = {"host": HOST, "pid": pid or os.getpid(), "task": label(task), "name": name_of(task)}
     return {**state, "started_at": time.time(), "input": getattr(task, "position", ("", 0))}
 

@@ -37,6 +37,8 @@ class Output(Protocol):
     """The file that is written last: where it exists, the output is complete. "" if each run makes it again; then the
     inputs are not hashed."""
     needs_tokenizer: bool
+    stages: tuple[str, ...] = ()
+    """The stages of `write` in their order, for the time that remains."""
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         """Raise UsageError for settings that this output does not have."""

@@ -50,6 +50,7 @@ class TextOutput(MarkedOutput):
     """The kept text as files of a format, `OUT/text`: for other tools, or for a later preparation that tokenizes."""
 
     marker = "text.json"
+    stages = ("text out",)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -160,7 +161,7 @@ def export_files(run: PrepareRun, corpus: Corpus, format: str) -> list[WrittenFi
         ExportTask(format, part, run.work, run.store, index, subsets, recorded)
         for index, part in enumerate(corpus.parts())
     ]
-    on_result = run.count_tasks("text out", len(tasks), " files")
+    on_result = run.count_tasks("text out", len(tasks), "file")
     sizes = run.store.sizes("text/")
     is_valid = lambda result: all(sizes.get(file.file) == file.bytes for file in result.files)  # noqa: E731
     results = run.map(export_split, tasks, on_result, is_valid=is_valid)

@@ -72,6 +72,7 @@ class DatasetOutput(Output):
     name = "dataset"
     marker = MANIFEST_FILE
     needs_tokenizer = True
+    stages = ("encode", "shuffle", "slice")
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if any(stage.name == "subset" for stage in recipe.stages):
@@ -124,6 +125,7 @@ class ReportOutput(Output):
     name = "report"
     marker = ""
     needs_tokenizer = True
+    stages = ("encode",)
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids:
@@ -181,7 +183,7 @@ def shuffled(run: PrepareRun, parts: list[EncodedPart]) -> list[EncodedPart]:
     return shuffle_parts(
         parts,
         run.work,
-        lambda do, tasks: run.map(do, tasks, run.count_tasks("shuffle", len(tasks), " buckets")),
+        lambda do, tasks: run.map(do, tasks, run.count_tasks("shuffle", len(tasks), "bucket")),
     )
 
 
@@ -199,7 +201,7 @@ def _slice(
     before = parent.num_slices if parent is not None else 0
     tasks = slice_tasks(plans, run.map(write_plan, plans), run.store, shape, chunk_bytes, before)
     _discard_other_plans(run, f"{hash_json([plan.name for plan in plans])} {parent_of(parent)}".encode())
-    on_result = run.count_tasks("slice", len(tasks), " slices")
+    on_result = run.count_tasks("slice", len(tasks), "slice")
     infos = [*link_slices(run), *run.map(write_slice, tasks, on_result, is_valid=run.has_slice())]
     chunks, lengths = gather_tasks(tasks, "chunks"), gather_tasks(tasks if shape is None else (), "lengths")
     run.map(gather, [*chunks, *lengths])
@@ -270,6 +272,7 @@ class MegatronOutput(MarkedOutput):
     name = "megatron"
     marker = "tokens.json"
     needs_tokenizer = True
+    stages = ("encode", "shuffle", "tokens out")
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         super().check(recipe, document_ids)
@@ -285,7 +288,7 @@ class MegatronOutput(MarkedOutput):
         sizes = run.store.sizes("tokens/")
         is_valid = lambda files: all(sizes.get(file.file) == file.bytes for file in files)  # noqa: E731
         task = MegatronTask(plan, run.recipe.name, run.work, run.store)
-        (files,) = run.map(write_megatron, [task], run.count_tasks("tokens out", 1, " files"), is_valid=is_valid)
+        (files,) = run.map(write_megatron, [task], run.count_tasks("tokens out", 1, "file"), is_valid=is_valid)
         run.end_of_tasks()
         run.store.remove(sizes.keys() - {file.file for file in files})  # of another name
         counts = counts_of(corpus, *count_all(parts))
