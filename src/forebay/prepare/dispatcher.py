@@ -1,15 +1,22 @@
-"""The dispatcher of `compiled.jit`: numba's, with a cache directory of our own, and less to import."""
+"""The dispatcher of `compiled.jit`: numba's, with a cache directory of our own, less to import, and less to compile.
+
+numba optimizes each function with all that it calls, again in each caller, and makes machine code of each. Here a
+function that kernels call is typed and lowered only. It is optimized once, with the function that Python calls.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
-from numba.core import config, entrypoints
+from numba.core import compiler, config, entrypoints
 from numba.core.caching import FunctionCache
+from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
 from numba.core.types.misc import unliteral
+from numba.core.typing.templates import make_concrete_template
 
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
@@ -24,6 +31,7 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
     ) -> None:
         self._during = during
         super().__init__(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
+        self._parts: dict[Any, Any] = {}  # Compiled for kernels that call this function, by argument types.
         if directory:
             with global_compiler_lock:
                 before = config.CACHE_DIR
@@ -33,9 +41,38 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
                 finally:
                     config.CACHE_DIR = before
 
+    def compile(self, sig: Any) -> Any:
+        """Load or compile the function for Python, by a tuple of argument types."""
+        with global_compiler_lock:
+            if sig not in self.overloads:
+                compiled = self._cache.load_overload(sig, self.targetctx)
+                if compiled is None:
+                    compiled = self._compile(sig, _Library)
+                    self._cache.save_overload(sig, compiled)
+                self.add_overload(compiled)
+            return self.overloads[sig].entry_point
+
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """See numba. A constant argument of a call in a kernel has its value's type: no copy for each constant."""
-        return super().get_call_template(tuple(map(unliteral, args)), kws)
+        pysig, args = self._compiler.fold_argument_types(tuple(map(unliteral, args)), kws)
+        if args not in self._parts:
+            self._parts[args] = self._compile(args, _Part)
+        name = self.py_func.__name__
+        template = make_concrete_template(name, key=name, signatures=[self._parts[args].signature])
+        return template, pysig, args, {}
+
+    def get_overload(self, sig: Any) -> Any:
+        """See numba: the key of a function that kernels call."""
+        return self._parts[tuple(sig)].entry_point
+
+    def _compile(self, args: Any, library: type[JITCodeLibrary]) -> Any:
+        flags = compiler.Flags()
+        self.targetdescr.options.parse_as_flags(flags, self.targetoptions)
+        flags.no_cpython_wrapper, flags.no_cfunc_wrapper = library is _Part, True
+        made = library(self.targetctx.codegen(), self.py_func.__qualname__)
+        made.enable_object_caching()
+        contexts = self.typingctx, self.targetctx
+        return compiler.compile_extra(*contexts, self.py_func, args, None, flags, {}, made)
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
         """Without importing the packages that extend numba.
@@ -49,6 +86,33 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
                 return super()._compile_for_args(*args, **kwargs)
         finally:
             entrypoints._already_initialized = before
+
+
+class _Library(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function that Python calls, and of all that it calls."""
+
+    def finalize(self) -> None:
+        libraries = self._linking_libraries
+        for library in libraries:
+            libraries.extend(item for item in getattr(library, "parts", ()) if item not in libraries)
+        super().finalize()
+
+
+class _Part(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function that kernels call: neither optimized nor made into machine code."""
+
+    codegen = SimpleNamespace(set_env=lambda *_: None)
+
+    @property
+    def parts(self) -> Any:
+        """The libraries that this one calls."""
+        return self._linking_libraries
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
