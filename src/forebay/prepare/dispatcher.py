@@ -7,15 +7,19 @@ function that kernels call is typed and lowered only. It is optimized once, with
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from numba.core import compiler, config, entrypoints
 from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
+from numba.core.typed_passes import NopythonRewrites
+from numba.core.types import Function
 from numba.core.types.misc import unliteral
+from numba.core.typing.context import Context
 from numba.core.typing.templates import make_concrete_template
 
 
@@ -71,8 +75,8 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         flags.no_cpython_wrapper, flags.no_cfunc_wrapper = library is _Part, True
         made = library(self.targetctx.codegen(), self.py_func.__qualname__)
         made.enable_object_caching()
-        contexts = self.typingctx, self.targetctx
-        return compiler.compile_extra(*contexts, self.py_func, args, None, flags, {}, made)
+        contexts = _Typing.of(self.typingctx), self.targetctx
+        return compiler.compile_extra(*contexts, self.py_func, args, None, flags, {}, made, _Compiler)
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
         """Without importing the packages that extend numba.
@@ -86,6 +90,36 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
                 return super()._compile_for_args(*args, **kwargs)
         finally:
             entrypoints._already_initialized = before
+
+
+class _Typing(Context):  # type: ignore[misc]
+    """numba's context, with the types that it found before: each operator is looked up once for its operands' types."""
+
+    _found: ClassVar[dict[Any, Any]] = {}
+
+    @classmethod
+    def of(cls, context: Context) -> Any:
+        """Return `context` itself, as an object of this class."""
+        self = cls.__new__(cls)
+        self.__dict__ = context.__dict__
+        return self
+
+    def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
+        """See numba."""
+        key = func, tuple(args)
+        if kws or not isinstance(func, Function) or (found := self._found.get(key)) is None:
+            found = super().resolve_function_type(func, args, kws)
+            if found is not None and not kws and isinstance(func, Function):
+                self._found[key] = found
+        return found
+
+
+class _Compiler(CompilerBase):  # type: ignore[misc]
+    def define_pipelines(self) -> Any:
+        """See numba. No array expressions are looked for: kernels have loops."""
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.passes = [item for item in passes.passes if item[0] is not NopythonRewrites]
+        return [passes]
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
