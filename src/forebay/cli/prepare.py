@@ -28,16 +28,17 @@ _OUTPUTS = (
 def _prepare(args: Namespace) -> None:
     if args.explain is not None:
         return _explain(args.explain)
-    # Else numpy starts a thread per core in each of the processes, of which there is one per core.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
-        # The command owns its process, so the workers may be forked from it: imports and kernels are loaded once.
-        multiprocessing.set_start_method("fork")
+    _set_up_processes()
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.run import plan
 
-    recipe = _recipe(args)
+    options = {
+        "name": args.name, "sample": args.sample,
+        "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
+        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
+    }  # fmt: skip
+    recipe = _recipe(args, options)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
         print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
@@ -90,18 +91,52 @@ def _prepare(args: Namespace) -> None:
     )
 
 
-def _recipe(args: Namespace) -> Recipe:
+def _warm(args: Namespace) -> None:
+    _set_up_processes()
+    from forebay.machine import num_cores
+    from forebay.observe.progress import PrepareBar
+    from forebay.prepare.compiled import kernel_directory
+    from forebay.prepare.config import load_recipe
+    from forebay.prepare.dedup.methods import KINDS
+    from forebay.prepare.kernels import compile_groups, missing_groups
+    from forebay.prepare.progress import Progress
+    from forebay.prepare.recipe import STAGES
+
+    recipe = _recipe(args)
+    if not (recipe.stages or recipe.dedup.active):
+        stages = STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"}  # which need settings
+        recipe = load_recipe(settings={**dict.fromkeys(sorted(stages), {}), "dedup": dict.fromkeys(KINDS, True)})
+    groups = missing_groups(recipe, ["html"])
+    seconds: list[float] = []
+    with PrepareBar(enabled=not args.quiet) as bar:
+
+        def add(_: int, cpu_s: float) -> None:
+            seconds.append(cpu_s)
+            bar.update(Progress("kernels", len(seconds), len(groups), " groups"))
+
+        compile_groups(groups, args.workers or num_cores(), add, print_note)
+    directory = kernel_directory()
+    number = sum(1 for _ in Path(directory).rglob("*.nbc"))
+    result = {"kernels": number, "groups": len(groups), "cpu_s": round(sum(seconds), 1), "path": directory}
+    text = f"{number} kernels in {directory}: {numbered(len(groups), 'group')} compiled in {sum(seconds):.1f} s of CPU"
+    print(json.dumps(result) if args.json else text)
+
+
+def _set_up_processes() -> None:
+    # Else numpy starts a thread per core in each of the processes, of which there is one per core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
+        # The command owns its process, so the workers may be forked from it: imports and kernels are loaded once.
+        multiprocessing.set_start_method("fork")
+
+
+def _recipe(args: Namespace, options: dict[str, Any] | None = None) -> Recipe:
     """The shipped recipe, changed by the file, then by single settings, then by options."""
     from forebay.plugins import plugins
     from forebay.prepare.config import load_recipe, merge, stage_group
     from forebay.prepare.dedup.methods import KINDS
 
-    options = {
-        "name": args.name, "sample": args.sample,
-        "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
-        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
-    }  # fmt: skip
-    settings = merge(parse_settings(args.set), _without_none(options))
+    settings = merge(parse_settings(args.set), _without_none(options or {}))
     for name in _names(args.filter):
         for stage in stage_group(name):
             settings = merge(settings, {stage: {}})
@@ -143,6 +178,7 @@ def _fetched(spec: str, args: Namespace) -> str:
 def _explain(name: str) -> None:
     """Print a shipped recipe, or what a table of one means; "" lists both."""
     from forebay.prepare.config import describe, recipe_names, recipe_text
+    from forebay.prepare.progress import Progress
     from forebay.prepare.recipe import STAGES
 
     if not name:
@@ -178,17 +214,22 @@ def _train(args: Namespace) -> None:
     print(f"{args.out}/model.bin, curve.json")
 
 
+def _add_recipe(p: Any) -> None:
+    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME")
+    p.add("--config", "TOML file with your settings (default: none)", file)
+    add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
+    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES")
+    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS")
+    p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
+
+
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset; run it again to resume")
     p.epilog = "example: forebay prepare crawl/ --out web --tokenizer gpt2 --recipe fineweb"
     p.add("inputs", "paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)", "INPUT", nargs="*")
     p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", "DIR")
     p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", "T")
-    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME")
-    p.add("--config", "TOML file with your settings (default: none)", file)
-    add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
-    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES")
-    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS")
+    _add_recipe(p)
     p.add("--format", "read every input as this format (default: auto)", "NAME")
     p.add("--name", "name of the dataset (default: the directory's)")
     p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", size)
@@ -204,10 +245,14 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--extend", "keep the slices of this dataset and add to them (default: none)", "DIR")
     p.add_flag("--strict", "stop if an input is left out or cannot be read")
     p.add_flag("--follow-links", "follow links in input folders to other places")
-    p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
     p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", _OUTPUTS)
     p.add_flag("--annotate", "write the text with its scores and drop nothing")
     p.add("--explain", "print a recipe or the keys of a table; alone: a list", "NAME", nargs="?", const="")
+
+    p = verb("warm", _warm, "compile the kernels of filters now, for an image or before a first run")
+    p.epilog = "example: forebay warm --recipe fineweb"
+    _add_recipe(p)
+    p.add("--workers", "processes (default: one per core)", positive)
 
     verbs = group("classifier", "train a fastText classifier of good and bad documents")
     p = verb("train", _train, "train a classifier and print its curve on documents held out", verbs)

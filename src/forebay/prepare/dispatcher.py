@@ -4,8 +4,12 @@ numba optimizes each function with all that it calls, again in each caller, and 
 function that kernels call is typed and lowered only. It is optimized once, with the function that Python calls.
 """
 
+import functools
+import logging
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -22,6 +26,15 @@ from numba.core.types.misc import unliteral
 from numba.core.typing.context import Context
 from numba.core.typing.templates import make_concrete_template
 
+from forebay.storage.locks import try_acquire
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("kernels: %s", text)
+
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
     """A function for arrays of NumPy, compiled or loaded inside `during` at its first call, without the GIL."""
@@ -33,7 +46,7 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         during: Callable[[], AbstractContextManager[None]],
         **options: Any,
     ) -> None:
-        self._during = during
+        self._during, self._directory = during, directory
         super().__init__(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
         self._parts: dict[Any, Any] = {}  # Compiled for kernels that call this function, by argument types.
         if directory:
@@ -51,10 +64,31 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
             if sig not in self.overloads:
                 compiled = self._cache.load_overload(sig, self.targetctx)
                 if compiled is None:
-                    compiled = self._compile(sig, _Library)
-                    self._cache.save_overload(sig, compiled)
+                    with self._lock():
+                        compiled = self._cache.load_overload(sig, self.targetctx) or self._make(sig)
                 self.add_overload(compiled)
             return self.overloads[sig].entry_point
+
+    def _make(self, sig: Any) -> Any:
+        compiled = self._compile(sig, _Library)
+        try:
+            self._cache.save_overload(sig, compiled)
+        except OSError as error:  # The disk is full.
+            _warn_once(f"cannot be kept ({error.strerror}: {self._directory}), each process compiles its own")
+        return compiled
+
+    def _lock(self) -> AbstractContextManager[Any]:
+        """Wait until no other process compiles this function, if that can be known."""
+        if not self._directory:
+            return nullcontext()
+        path = Path(self._directory, f"{self.__module__}.{self.__qualname__}.lock")
+        started = said = time.monotonic()
+        while (lock := try_acquire(path)) is None:
+            time.sleep(0.05)
+            if (now := time.monotonic()) - said > (10 if said > started else 3):
+                said = now
+                log.warning("kernels: waiting %.0f s for another process to compile %s", now - started, path.stem)
+        return lock
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """See numba. A constant argument of a call in a kernel has its value's type: no copy for each constant."""

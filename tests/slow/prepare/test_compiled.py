@@ -13,9 +13,9 @@ import forebay
 PROGRAM = """
 import logging; logging.basicConfig()
 import numpy as np
-from forebay.prepare.compiled import _directory
+from forebay.prepare.compiled import kernel_directory
 from forebay.prepare.clean.pii_phone import digit
-print(digit(np.uint8(52)), digit(np.uint8(97)), _directory() or "none")
+print(digit(np.uint8(52)), digit(np.uint8(97)), kernel_directory() or "none")
 """
 
 
@@ -54,19 +54,59 @@ def test_the_directory_is_that_of_the_sources(tmp_path, package: Path):
     assert second.startswith("True True ") and second.split()[2] != first.split()[2]
 
 
-def test_a_first_run_says_that_it_compiles(tmp_path, package: Path):
+def test_a_first_run_compiles_before_its_tasks(tmp_path, package: Path):
+    """What the dry calls of the groups missed would be compiled, and kept, in the second run."""
     program = """
+import sys
 from pathlib import Path
 from forebay import prepare_dataset
-Path("a.txt").write_text("A few words.")
-for out in ("one", "two"):
-    messages = []
-    prepare_dataset(["a.txt"], out, tokenizer="bytes", dedup=["exact"], workers=1, on_message=messages.append)
-    print(messages)
+from forebay.prepare.compiled import kernel_directory
+from forebay.prepare.progress import read_progress
+if __name__ == "__main__":
+    Path("a.txt").write_text("A few words to a@example.com.\\n" * 30)
+    Path("b.txt").write_text("Other words.\\n" * 30)
+    def kept():
+        return len(list(Path(kernel_directory()).rglob("*.nbc")))
+    for out in ("one", "two"):
+        stages, before = [], kept()
+        options = {"filters": ["gopher_quality", "pii"], "dedup": ["minhash", "exact"], "workers": 2}
+        progress = lambda p: p.stage in stages or stages.append(p.stage)
+        prepare_dataset(["a.txt", "b.txt"], out, tokenizer="bytes", on_progress=progress, settings={"pii": {}}, **options)
+        print(stages[0], kept() > before, read_progress(out)["cpu_s"].get("kernels", 0) > 0)
 """
-    shown = run(program, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere", cwd=tmp_path)
-    first, second = shown.splitlines()
-    assert "compiling kernels, once after an installation" in first and second == "[]"
+    script = tmp_path / "first_runs.py"
+    script.write_text(program.replace("\\\\n", "\\n"))
+    shown = run(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", package, cwd=tmp_path,
+                XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere")  # fmt: skip
+    assert shown.splitlines() == ["kernels True True", "text False False"]
+
+
+def test_one_process_compiles_a_kernel(tmp_path, package: Path):
+    """Also after the process that compiled it was killed; the others load what it made."""
+    program = f"""
+import os, subprocess, sys
+from pathlib import Path
+import numpy as np
+from forebay.prepare import dispatcher
+from forebay.prepare.compiled import kernel_directory
+from forebay.prepare.clean.pii_phone import digit
+from forebay.storage.locks import try_acquire
+make = dispatcher.Dispatcher._make
+def counted(self, sig):
+    Path({str(tmp_path)!r}, f"made-{{os.getpid()}}").touch()
+    if "die" in os.environ:
+        os._exit(9)
+    return make(self, sig)
+dispatcher.Dispatcher._make = counted
+print(digit(np.uint8(52)))
+"""
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": "/nowhere", "PYTHONPATH": str(package)}
+    command = [sys.executable, "-B", "-c", program]
+    killed = subprocess.run(command, env={**os.environ, **environment, "die": "1"}, check=False)
+    assert killed.returncode == 9
+    processes = [subprocess.Popen(command, env={**os.environ, **environment}) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(list(tmp_path.glob("made-*"))) == 2  # the killed one and its successor
 
 
 def test_nothing_can_be_written(tmp_path, package: Path):
