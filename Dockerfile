@@ -15,6 +15,8 @@ COPY --from=build /opt/forebay /opt/forebay
 ENV PATH=/opt/forebay/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /work
+# The code of filters, for the machine that builds the image; on other processors the first run compiles its own.
+RUN if python -c "import numba" 2>/dev/null; then forebay warm; fi
 # FOREBAY_STATUS: the address of this container's node; FOREBAY_IDENTITY: its directory. Unset: always healthy.
 HEALTHCHECK --interval=10s --timeout=10s --start-period=10m \
     CMD ["sh", "-c", "test -z \"$FOREBAY_STATUS\" || exec forebay status --json --probe"]

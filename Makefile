@@ -19,7 +19,7 @@ $(VENV)/.ready: pyproject.toml scripts/setup.sh scripts/install.sh scripts/const
 
 # Kernels are compiled here, once: else each process of the tests compiles those that it needs.
 $(VENV)/.kernels: $(VENV)/.ready $(shell find src/forebay/prepare -name '*.py')
-	@$(PY) scripts/compile_kernels.py
+	@$(VENV)/bin/forebay warm --quiet
 	@touch $@
 
 demo: setup

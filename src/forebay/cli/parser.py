@@ -22,7 +22,7 @@ from forebay.errors import PrintableUrl, did_you_mean, printable
 
 PANELS = {
     "Data": (
-        "prepare", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
+        "prepare", "warm", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
     ),
     "Network": ("network", "dht", "serve", "find", "scheduler", "job", "worker", "coordinator"),
     "Operate": ("status", "top", "dashboard", "plan", "ledger", "launch"),

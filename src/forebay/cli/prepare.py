@@ -27,16 +27,16 @@ _OUTPUTS = (
 def _prepare(args: Namespace) -> None:
     if args.explain is not None:
         return _explain(args.explain)
-    # Else numpy starts a thread per core in each of the processes, of which there is one per core.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
-        # The command owns its process, so the workers may be forked from it: imports and kernels are loaded once.
-        multiprocessing.set_start_method("fork")
+    _set_up_processes()
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.run import plan
 
-    recipe = _recipe(args)
+    options = {
+        "sample": args.sample, "tokenize": {"tokenizer": args.tokenizer},
+        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
+    }  # fmt: skip
+    recipe = _recipe(args, options)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
         print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
@@ -86,15 +86,50 @@ def _prepare(args: Namespace) -> None:
     )
 
 
-def _recipe(args: Namespace) -> Recipe:
+def _warm(args: Namespace) -> None:
+    _set_up_processes()
+    from forebay.machine import num_cores
+    from forebay.observe.progress import PrepareBar
+    from forebay.prepare.compiled import kernel_directory
+    from forebay.prepare.config import load_recipe
+    from forebay.prepare.dedup.methods import KINDS
+    from forebay.prepare.kernels import compile_groups, missing_groups
+    from forebay.prepare.forecast import Progress
+    from forebay.prepare.recipe import STAGES
+
+    recipe = _recipe(args)
+    if not (recipe.stages or recipe.dedup.active):
+        stages = STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"}  # which need settings
+        recipe = load_recipe(settings={**dict.fromkeys(sorted(stages), {}), "dedup": dict.fromkeys(KINDS, True)})
+    groups = missing_groups(recipe, ["html"])
+    seconds: list[float] = []
+    with PrepareBar(enabled=not args.quiet) as bar:
+
+        def add(_: int, cpu_s: float) -> None:
+            seconds.append(cpu_s)
+            bar.update(Progress("kernels", len(seconds), len(groups), " groups"))
+
+        compile_groups(groups, args.workers or num_cores(), add, print_note)
+    directory = kernel_directory()
+    number = sum(1 for _ in Path(directory).rglob("*.nbc"))
+    result = {"kernels": number, "groups": len(groups), "cpu_s": round(sum(seconds), 1), "path": directory}
+    text = f"{number} kernels in {directory}: {numbered(len(groups), 'group')} compiled in {sum(seconds):.1f} s of CPU"
+    print(json.dumps(result) if args.json else text)
+
+
+def _set_up_processes() -> None:
+    # Else numpy starts a thread per core in each of the processes, of which there is one per core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
+        # The command owns its process, so the workers may be forked from it: imports and kernels are loaded once.
+        multiprocessing.set_start_method("fork")
+
+
+def _recipe(args: Namespace, options: dict[str, Any] | None = None) -> Recipe:
     """The shipped recipe, changed by the file, then by single settings, then by options."""
     from forebay.prepare.config import check_method, load_recipe, merge, stage_group
 
-    options = {
-        "sample": args.sample, "tokenize": {"tokenizer": args.tokenizer},
-        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
-    }  # fmt: skip
-    settings = merge(parse_settings(args.set), _without_none(options))
+    settings = merge(parse_settings(args.set), _without_none(options or {}))
     for name in _names(args.filter):
         for stage in stage_group(name):
             settings = merge(settings, {stage: {}})
@@ -168,17 +203,22 @@ def _dedup() -> list[str]:
     return [*KINDS, *plugins("forebay.dedup")]
 
 
+def _add_recipe(p: Any) -> None:
+    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME", values=_recipes)
+    p.add("--config", "TOML file with your settings (default: none)", file)
+    add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
+    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES", values=_filters)
+    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS", values=_dedup)
+    p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
+
+
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset; run it again to resume")
     p.epilog = "example: forebay prepare crawl/ --out web --tokenizer gpt2 --recipe fineweb"
     p.add("inputs", "paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)", "INPUT", nargs="*")
     p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", "DIR")
     p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", "T")
-    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME", values=_recipes)
-    p.add("--config", "TOML file with your settings (default: none)", file)
-    add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
-    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES", values=_filters)
-    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS", values=_dedup)
+    _add_recipe(p)
     p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", size)
     p.add("--seed", "of the shuffle and of train: (default: the recipe's, or 0)", int, metavar="N")
     p.add("--workers", "processes (default: one per core)", positive)
@@ -191,7 +231,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--extend", "keep the slices of this dataset and add to them (default: none)", "DIR")
     p.add_flag("--strict", "stop if an input is left out or cannot be read")
     p.add_flag("--follow-links", "follow links in input folders to other places")
-    p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
     p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", _OUTPUTS)
     p.add_flag("--annotate", "write the text with its scores and drop nothing")
     p.add(
@@ -202,3 +241,8 @@ def add_verbs(verb: Any, group: Any) -> None:
         const="",
         values=lambda: [*_recipes(), *_filters()],
     )
+
+    p = verb("warm", _warm, "compile the kernels of filters now, for an image or before a first run")
+    p.epilog = "example: forebay warm --recipe fineweb"
+    _add_recipe(p)
+    p.add("--workers", "processes (default: one per core)", positive)

@@ -2,8 +2,7 @@
 
 numba checks the time of a function's own file only, and fails where neither the source's directory nor the home is
 writable. So the cache is named by a hash of all sources, below NUMBA_CACHE_DIR, else `$XDG_CACHE_HOME/forebay`
-(`~/.cache`), else the temporary directory; without any, each process compiles by itself: about 35 CPU seconds for all
-functions.
+(`~/.cache`), else the temporary directory; without any, each process compiles by itself.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ class Kernel:
         with compiling():
             from forebay.prepare.dispatcher import Dispatcher
 
-            return Dispatcher(self._function, _directory(), compiling, **self._options)
+            return Dispatcher(self._function, kernel_directory(), compiling, **self._options)
 
     @property
     def _numba_type_(self) -> Any:
@@ -75,13 +74,9 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return lambda function: Kernel(function, options)
 
 
-def has_compiled() -> bool:
-    """Whether this installation has compiled a kernel before."""
-    return any(Path(directory).glob("*/*.nbi")) if (directory := _directory()) else False
-
-
 @functools.cache
-def _directory() -> str:
+def kernel_directory() -> str:
+    """Return where this installation keeps compiled code; "" if it cannot."""
     name = f"kernels-{_hash_of_sources()}"
     for parent in _parents():
         with contextlib.suppress(OSError, UsageError):  # What lies there is run: nobody else may have put it there.

@@ -1,15 +1,39 @@
-"""The dispatcher of `compiled.jit`: numba's, with a cache directory of our own, and less to import."""
+"""The dispatcher of `compiled.jit`: numba's, with a cache directory of our own, less to import, and less to compile.
 
+numba optimizes each function with all that it calls, again in each caller, and makes machine code of each. Here a
+function that kernels call is typed and lowered only. It is optimized once, with the function that Python calls.
+"""
+
+import functools
+import logging
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
-from numba.core import config, entrypoints
+from numba.core import compiler, config, entrypoints
 from numba.core.caching import FunctionCache
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import rtsys
+from numba.core.typed_passes import NopythonRewrites
+from numba.core.types import Function
 from numba.core.types.misc import unliteral
+from numba.core.typing.context import Context
+from numba.core.typing.templates import make_concrete_template
+
+from forebay.storage.locks import try_acquire
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("kernels: %s", text)
 
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
@@ -22,8 +46,9 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         during: Callable[[], AbstractContextManager[None]],
         **options: Any,
     ) -> None:
-        self._during = during
+        self._during, self._directory = during, directory
         super().__init__(function, targetoptions={"nopython": True, "nogil": True, "boundscheck": None, **options})
+        self._parts: dict[Any, Any] = {}  # Compiled for kernels that call this function, by argument types.
         if directory:
             with global_compiler_lock:
                 before = config.CACHE_DIR
@@ -33,9 +58,59 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
                 finally:
                     config.CACHE_DIR = before
 
+    def compile(self, sig: Any) -> Any:
+        """Load or compile the function for Python, by a tuple of argument types."""
+        with global_compiler_lock:
+            if sig not in self.overloads:
+                compiled = self._cache.load_overload(sig, self.targetctx)
+                if compiled is None:
+                    with self._lock():
+                        compiled = self._cache.load_overload(sig, self.targetctx) or self._make(sig)
+                self.add_overload(compiled)
+            return self.overloads[sig].entry_point
+
+    def _make(self, sig: Any) -> Any:
+        compiled = self._compile(sig, _Library)
+        try:
+            self._cache.save_overload(sig, compiled)
+        except OSError as error:  # The disk is full.
+            _warn_once(f"cannot be kept ({error.strerror}: {self._directory}), each process compiles its own")
+        return compiled
+
+    def _lock(self) -> AbstractContextManager[Any]:
+        """Wait until no other process compiles this function, if that can be known."""
+        if not self._directory:
+            return nullcontext()
+        path = Path(self._directory, f"{self.__module__}.{self.__qualname__}.lock")
+        started = said = time.monotonic()
+        while (lock := try_acquire(path)) is None:
+            time.sleep(0.05)
+            if (now := time.monotonic()) - said > (10 if said > started else 3):
+                said = now
+                log.warning("kernels: waiting %.0f s for another process to compile %s", now - started, path.stem)
+        return lock
+
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """See numba. A constant argument of a call in a kernel has its value's type: no copy for each constant."""
-        return super().get_call_template(tuple(map(unliteral, args)), kws)
+        pysig, args = self._compiler.fold_argument_types(tuple(map(unliteral, args)), kws)
+        if args not in self._parts:
+            self._parts[args] = self._compile(args, _Part)
+        name = self.py_func.__name__
+        template = make_concrete_template(name, key=name, signatures=[self._parts[args].signature])
+        return template, pysig, args, {}
+
+    def get_overload(self, sig: Any) -> Any:
+        """See numba: the key of a function that kernels call."""
+        return self._parts[tuple(sig)].entry_point
+
+    def _compile(self, args: Any, library: type[JITCodeLibrary]) -> Any:
+        flags = compiler.Flags()
+        self.targetdescr.options.parse_as_flags(flags, self.targetoptions)
+        flags.no_cpython_wrapper, flags.no_cfunc_wrapper = library is _Part, True
+        made = library(self.targetctx.codegen(), self.py_func.__qualname__)
+        made.enable_object_caching()
+        contexts = _Typing.of(self.typingctx), self.targetctx
+        return compiler.compile_extra(*contexts, self.py_func, args, None, flags, {}, made, _Compiler)
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
         """Without importing the packages that extend numba.
@@ -49,6 +124,63 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
                 return super()._compile_for_args(*args, **kwargs)
         finally:
             entrypoints._already_initialized = before
+
+
+class _Typing(Context):  # type: ignore[misc]
+    """numba's context, with the types that it found before: each operator is looked up once for its operands' types."""
+
+    _found: ClassVar[dict[Any, Any]] = {}
+
+    @classmethod
+    def of(cls, context: Context) -> Any:
+        """Return `context` itself, as an object of this class."""
+        self = cls.__new__(cls)
+        self.__dict__ = context.__dict__
+        return self
+
+    def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
+        """See numba."""
+        key = func, tuple(args)
+        if kws or not isinstance(func, Function) or (found := self._found.get(key)) is None:
+            found = super().resolve_function_type(func, args, kws)
+            if found is not None and not kws and isinstance(func, Function):
+                self._found[key] = found
+        return found
+
+
+class _Compiler(CompilerBase):  # type: ignore[misc]
+    def define_pipelines(self) -> Any:
+        """See numba. No array expressions are looked for: kernels have loops."""
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.passes = [item for item in passes.passes if item[0] is not NopythonRewrites]
+        return [passes]
+
+
+class _Library(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function that Python calls, and of all that it calls."""
+
+    def finalize(self) -> None:
+        libraries = self._linking_libraries
+        for library in libraries:
+            libraries.extend(item for item in getattr(library, "parts", ()) if item not in libraries)
+        super().finalize()
+
+
+class _Part(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function that kernels call: neither optimized nor made into machine code."""
+
+    codegen = SimpleNamespace(set_env=lambda *_: None)
+
+    @property
+    def parts(self) -> Any:
+        """The libraries that this one calls."""
+        return self._linking_libraries
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]

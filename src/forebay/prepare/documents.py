@@ -264,7 +264,7 @@ def text_filter(
 
         forebay.prepare_dataset(["in"], "out", tokenizer="gpt2", filters=[enough_lines(min_lines=5)])
 
-    Define the function in a module: worker processes import it. A recipe names it by `use = "module:enough_lines"`.
+    The function may be in a script or a notebook cell. A recipe names one of a module: `use = "module:enough_lines"`.
 
     Args:
         name: In the report, and the reason under which documents are dropped.

@@ -29,7 +29,6 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, Outp
 from forebay.formats.parquet import recorded_columns
 from forebay.machine import num_cores
 from forebay.order.step_index import check_integer
-from forebay.prepare.compiled import has_compiled
 from forebay.prepare.config import apply_settings, load_recipe, merge
 from forebay.prepare.corpus import SKIPPED_FILE, Corpus, count_failed, read_skipped, write_skipped
 from forebay.prepare.dedup.methods import KINDS, Dedup, Method
@@ -39,6 +38,7 @@ from forebay.prepare.engines.share import ShareEngine, parse_share
 from forebay.prepare.extend import open_parent, sign_parent
 from forebay.prepare.forecast import Progress
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
+from forebay.prepare.kernels import compile_groups, missing_groups
 from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
@@ -51,7 +51,7 @@ from forebay.prepare.sampling import Sampling
 from forebay.prepare.scores.base import TYPES, annotating, segments, without_scoring
 from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
-from forebay.prepare.stats import StageStats
+from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.percentile import SegmentTask, process_segment, thresholds_of
 from forebay.prepare.tasks.stages import stage_names
@@ -399,10 +399,9 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
     _refuse_failed(run, sources, count_failed(sources.skipped, sources.files, sum(f.bytes for f in sources.files)))
-    if (run.recipe.stages or run.recipe.dedup.active) and not has_compiled():
-        run.on_message("compiling kernels, once after an installation: half a minute to a minute of CPU time")
     run.store.remove_stale()
     run.progress.start(key)
+    _compile_kernels(run, {file.format for file in sources.files})
     own = {split.files[0].path: source for split, source in job.own_splits}
     files = sources.files[: len(sources.files) - len(job.own_splits)]
     listed = [*split_files(files, run.recipe.read), *(split for split, _ in job.own_splits)]
@@ -445,6 +444,21 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
         _check_malformed(run, corpus, unread)
     corpus = replace(corpus, dedup=_deduplicated(run, corpus))
     return output.write(run, corpus, train(run, texts) if needs_training else job.tokenizer, lineage)
+
+
+def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
+    groups = missing_groups(run.recipe, formats)
+    if not groups:
+        return
+    count = run.count_tasks("kernels", len(groups), " groups")
+
+    def add(index: int, seconds: float) -> None:
+        usage = Usage({"kernels": seconds})
+        run.usage.add(usage)
+        run.progress.add(usage, None)
+        count(index, None)
+
+    compile_groups(groups, run.engine.num_workers or num_cores(), add, run.on_message)
 
 
 def _process_splits(

@@ -13,9 +13,9 @@ import forebay
 PROGRAM = """
 import logging; logging.basicConfig()
 import numpy as np
-from forebay.prepare.compiled import _directory
+from forebay.prepare.compiled import kernel_directory
 from forebay.prepare.clean.pii_phone import digit
-print(digit(np.uint8(52)), digit(np.uint8(97)), _directory() or "none")
+print(digit(np.uint8(52)), digit(np.uint8(97)), kernel_directory() or "none")
 """
 
 
@@ -54,19 +54,56 @@ def test_the_directory_is_that_of_the_sources(tmp_path, package: Path):
     assert second.startswith("True True ") and second.split()[2] != first.split()[2]
 
 
-def test_a_first_run_says_that_it_compiles(tmp_path, package: Path):
+def test_a_first_run_compiles_before_its_tasks(tmp_path, package: Path):
+    """All kernels are there when the first task starts; the record has the CPU seconds apart from the stages'."""
     program = """
 from pathlib import Path
-from forebay import prepare_dataset
-Path("a.txt").write_text("A few words.")
+import forebay
+from forebay.prepare.compiled import kernel_directory
+from forebay.prepare.progress import read_progress
+for name in ("a", "b"):
+    lines = (f"Line {i} of text {name} has words, and mail a{i}@example.com. " for i in range(40))
+    Path(f"{name}.txt").write_text(chr(10).join(lines))
+def kept():
+    return len(list(Path(kernel_directory()).rglob("*.nbc")))
 for out in ("one", "two"):
-    messages = []
-    prepare_dataset(["a.txt"], out, tokenizer="bytes", dedup=["exact"], workers=1, on_message=messages.append)
-    print(messages)
+    seen = {}
+    forebay.prepare_dataset(
+        ["a.txt", "b.txt"], out, tokenizer="bytes", filters=["pii", "c4"], dedup=["minhash", "exact"], workers=2,
+        on_progress=lambda progress: seen.setdefault(progress.stage, kept()),
+    )
+    print(next(iter(seen)), kept() - seen["text"], read_progress(out)["cpu_s"].get("kernels", 0) > 0)
 """
     shown = run(program, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere", cwd=tmp_path)
-    first, second = shown.splitlines()
-    assert "compiling kernels, once after an installation" in first and second == "[]"
+    assert shown.splitlines() == ["kernels 0 True", "text 0 False"]
+
+
+def test_one_process_compiles_a_kernel(tmp_path, package: Path):
+    """Also after the process that compiled it was killed; the others load what it made."""
+    program = f"""
+import os, subprocess, sys
+from pathlib import Path
+import numpy as np
+from forebay.prepare import dispatcher
+from forebay.prepare.compiled import kernel_directory
+from forebay.prepare.clean.pii_phone import digit
+from forebay.storage.locks import try_acquire
+make = dispatcher.Dispatcher._make
+def counted(self, sig):
+    Path({str(tmp_path)!r}, f"made-{{os.getpid()}}").touch()
+    if "die" in os.environ:
+        os._exit(9)
+    return make(self, sig)
+dispatcher.Dispatcher._make = counted
+print(digit(np.uint8(52)))
+"""
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": "/nowhere", "PYTHONPATH": str(package)}
+    command = [sys.executable, "-B", "-c", program]
+    killed = subprocess.run(command, env={**os.environ, **environment, "die": "1"}, check=False)
+    assert killed.returncode == 9
+    processes = [subprocess.Popen(command, env={**os.environ, **environment}) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(list(tmp_path.glob("made-*"))) == 2  # the killed one and its successor
 
 
 def test_nothing_can_be_written(tmp_path, package: Path):

@@ -34,7 +34,7 @@ def can_end(data, stop, pos):  # type: ignore[no-untyped-def]
     b = data[pos]
     if alnum(b) or b == 95 or b == 64 or b == 37:
         return False
-    return not (pos + 1 < stop and b in (44, 45, 46, 47, 58) and digit(data[pos + 1]))
+    return not (pos + 1 < stop and (44 <= b <= 47 or b == 58) and digit(data[pos + 1]))
 
 
 @jit()

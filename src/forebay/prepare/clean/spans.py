@@ -19,7 +19,7 @@ from forebay.arrays import BOOL, I32, I64, U8
 from forebay.errors import UsageError
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers, text_column
-from forebay.prepare.filters.points import next_point
+from forebay.prepare.filters.points import copy, next_point
 
 
 @jit()
@@ -30,13 +30,10 @@ def _splice(offsets, data, starts, stops, which, puts, put_offsets, out, out_off
         while i < stop:
             mine = span < len(starts) and starts[span] < stop
             end = starts[span] if mine else stop
-            out[written : written + end - i] = data[i:end]
-            written += end - i
+            written = copy(data, i, end, out, written)
             i = end
             if mine:
-                first, last = put_offsets[which[span]], put_offsets[which[span] + 1]
-                out[written : written + last - first] = puts[first:last]
-                written += last - first
+                written = copy(puts, put_offsets[which[span]], put_offsets[which[span] + 1], out, written)
                 i = stops[span]
                 span += 1
         out_offsets[row + 1] = written

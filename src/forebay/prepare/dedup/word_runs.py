@@ -26,7 +26,7 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
 from forebay.prepare.dedup.methods import Overlap, Substring
 from forebay.prepare.documents import part_batches, text_buffers
-from forebay.prepare.filters.points import find, room_of
+from forebay.prepare.filters.points import copy, find, room_of
 from forebay.storage.store import Store
 
 _U0, _U1 = np.uint64(0), np.uint64(1)
@@ -85,9 +85,7 @@ def _sign_ngrams(data, offsets, table, ngram, out, counts):  # type: ignore[no-u
     for d in range(len(offsets) - 1):
         hashes, _, _ = _ngrams_of(data, offsets[d], offsets[d + 1], table, ngram)
         rows = _unique(hashes)
-        out[n : n + len(rows)] = rows
-        counts[d] = len(rows)
-        n += len(rows)
+        n, counts[d] = copy(rows, 0, len(rows), out, n), len(rows)
     return n
 
 

@@ -169,6 +169,18 @@ def state_of(task: Any, pid: int | None = None) -> Json:
     return {**state, "started_at": time.time(), "input": getattr(task, "position", ("", 0))}
 
 
+def dumps(value: Any) -> bytes:
+    """Return a pickle for another process; what a script or notebook cell defines is in it by value."""
+    try:
+        if b"__main__" not in (data := pickle.dumps(value, pickle.HIGHEST_PROTOCOL)):
+            return data
+    except (pickle.PicklingError, AttributeError, TypeError):  # a function inside another one
+        pass
+    from numba.cloudpickle import dumps as dumps_by_value
+
+    return bytes(dumps_by_value(value))
+
+
 def attempt(run: TaskFunction, task: Any, scale: int) -> Outcome:
     """Run a task where its errors cannot be raised: the kind of the outcome, and the pickled result or error."""
     try:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, process, resource_tracker
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from forebay.errors import PrepareError, UsageError
@@ -71,7 +72,7 @@ class _Worker:
             target=_serve, args=(theirs, self.log.path), daemon=True, name="forebay-prepare"
         )
         try:
-            with deferred_signals(), _masked_interrupt(method):
+            with deferred_signals(), _masked_interrupt(method), _hidden_main(method):
                 self.process.start()
         except BaseException:  # also an interrupt that came meanwhile
             self.log.close()
@@ -84,7 +85,7 @@ class _Worker:
 
     def start(self, run: Any, task: Any, index: int, scale: int) -> None:
         """Start an attempt. A worker that just died is noticed when its outcome is awaited."""
-        message = pickle.dumps((run, task, scale), pickle.HIGHEST_PROTOCOL)
+        message = base.dumps((run, task, scale))
         self.task, self.state = (index, scale), base.state_of(task, self.process.pid)
         with suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(message)
@@ -214,9 +215,8 @@ class LocalEngine(base.Engine):
             code = worker.end()
             if not worker.ready:
                 raise PrepareError(
-                    f"prepare: a worker process {_describe_exit(code)} before its first task. If a script runs "
-                    'prepare, it must do so under `if __name__ == "__main__":`; else there is too little memory for so '
-                    "many --workers."
+                    f"prepare: a worker process {_describe_exit(code)} before its first task. There may be too little "
+                    "memory for so many --workers."
                 )
             if pair is not None:
                 kind: base.Kind = "memory" if outcome else "died"
@@ -257,6 +257,18 @@ def _masked_interrupt(method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _hidden_main(method: str) -> Iterator[None]:
+    """Start processes in here that do not run the caller's script again: it may have no guard."""
+    main = sys.modules["__main__"]
+    if method == "spawn":
+        sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _serve(pipe: Any, log: Path) -> None:

@@ -139,7 +139,7 @@ class RayEngine(Engine):
     def _map_over_cluster(
         self, run: Any, tasks: Sequence[Any], on_done: OnDone, attempts: Attempts, running: dict[Any, tuple[int, int]]
     ) -> None:
-        function = pickle.dumps(run, pickle.HIGHEST_PROTOCOL)
+        function = base.dumps(run)
         limit, asked_at = 0, -_CPUS_S
         crashes: Counter[int] = Counter()
         while True:
@@ -150,7 +150,7 @@ class RayEngine(Engine):
                     self._on_message("engine ray: the cluster has no CPUs. The tasks wait for a machine to join it.")
                 limit, asked_at = self._workers or 2 * self._cpus, time.monotonic()
             while len(running) < limit and (pair := attempts.next(len(running))) is not None:
-                task = pickle.dumps(tasks[pair[0]], pickle.HIGHEST_PROTOCOL)
+                task = base.dumps(tasks[pair[0]])
                 running[self._remote.remote(function, task, pair[1])] = pair
             self._running_names = {name_of(tasks[index]) for index, _ in running.values()}
             if not running:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, replace_column, text_buffers, text_column
-from forebay.prepare.filters.points import decode, encode, kind, room_of, starts_with, trim, word_runs
+from forebay.prepare.filters.points import copy, decode, encode, kind, room_of, starts_with, trim, word_runs
 from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
 from forebay.prepare.filters.words import cut_words, tables, word_room
 from forebay.prepare.settings import Count, former_defaults
@@ -92,8 +92,7 @@ def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
             if starts_with(points, i, stop, _CITATION):
                 i += len(_CITATION)
                 continue
-            line[n : n + j - i] = points[i:j]  # the digits cannot begin a citation: linear
-            n += j - i
+            n = copy(points, i, j, line, n)  # the digits cannot begin a citation: linear
             i = j
             continue
         line[n] = points[i]
@@ -214,8 +213,8 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
         if drop[row] < 0 and sentences < rules[3]:
             drop[row] = _FEW
         if drop[row] >= 0:
-            written = first_out + offsets[row + 1] - offsets[row]
-            out[first_out:written] = data[offsets[row] : offsets[row + 1]]
+            written = copy(data, offsets[row], offsets[row + 1], out, first_out)
         else:
-            counts += removed
+            for code in range(len(counts)):
+                counts[code] += removed[code]
         stops[row + 1] = written

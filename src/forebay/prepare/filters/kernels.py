@@ -79,8 +79,8 @@ def measure_quality(cut, table, stop_keys, stop_values, languages, out):  # type
                 seen[stop] = row
                 num_stops += 1
         out[row, 0] = cut.starts[row + 1] - cut.starts[row]
-        out[row, 1:4] = text_words, text_chars, alpha_words
-        out[row, 9:] = num_stops, dense
+        out[row, 1], out[row, 2], out[row, 3] = text_words, text_chars, alpha_words
+        out[row, 9], out[row, 10] = num_stops, dense
         signs = ellipses = lines = bullets = trails = 0
         start, dots = 0, 0
         for i in range(n + 1):
@@ -101,7 +101,7 @@ def measure_quality(cut, table, stop_keys, stop_values, languages, out):  # type
             bullets += b > a and (points[a] == 0x2022 or points[a] == 45)
             trails += _trails(points, a, b)
             start = i + 1
-        out[row, 4:9] = signs, ellipses, lines, bullets, trails
+        out[row, 4], out[row, 5], out[row, 6], out[row, 7], out[row, 8] = signs, ellipses, lines, bullets, trails
 
 
 @jit()
@@ -221,9 +221,9 @@ def measure_repetition(cut, table, sizes, out):  # type: ignore[no-untyped-def]
         a, b = trim(points, 0, n, table)
         out[row, 0] = n
         parts[:] = 0
-        out[row, 1:4] = _same_parts(points, a, b, 2, parts)
+        out[row, 1], out[row, 2], out[row, 3] = _same_parts(points, a, b, 2, parts)
         parts[:] = 0
-        out[row, 4:7] = _same_parts(points, 0, n, 1, parts)
+        out[row, 4], out[row, 5], out[row, 6] = _same_parts(points, 0, n, 1, parts)
         for w in range(words):
             sums[w + 1] = sums[w] * _FACTOR + cut.hashes[cut.starts[row] + w]
             lengths[w + 1] = lengths[w] + cut.chars[cut.starts[row] + w]
@@ -254,7 +254,8 @@ def measure_lines(cut, table, short, out):  # type: ignore[no-untyped-def]
                     same_chars += i - start
             start = i + 1
         words = cut.starts[row + 1] - cut.starts[row]
-        out[row] = lines, ended, shorts, same_chars, n - newlines, newlines, words
+        out[row, 0], out[row, 1], out[row, 2], out[row, 3] = lines, ended, shorts, same_chars
+        out[row, 4], out[row, 5], out[row, 6] = n - newlines, newlines, words
 
 
 def text_lengths(column: pa.LargeStringArray) -> I64:
@@ -284,4 +285,4 @@ def _measure_length(offsets, data, table, out):  # type: ignore[no-untyped-def]
             if len(points) < chars + 2:
                 points = np.empty(chars + 2, np.uint32)
             words, _ = word_runs(points, 0, decode(data, offsets[row], offsets[row + 1], points), table)
-        out[row] = chars, words
+        out[row, 0], out[row, 1] = chars, words

@@ -30,7 +30,7 @@ from forebay.prepare.filters.language import (
     language_hashes,
     stop_word_table,
 )
-from forebay.prepare.filters.points import decode, find, hash_points, kind, look_up, room_of, trim
+from forebay.prepare.filters.points import copy, decode, find, hash_points, kind, look_up, room_of, trim
 from forebay.prepare.filters.word_tables import (
     DIGIT,
     LETTER,
@@ -313,7 +313,6 @@ def _rewrite(offsets, data, table, keys, values, rules, languages, has_list, mea
                     out[written] = 10
                     written += 1
                 first = False
-                out[written : written + end - start] = data[start:end]
-                written += end - start
+                written = copy(data, start, end, out, written)
             start = end + 1
         out_stops[row + 1] = written

@@ -7,6 +7,7 @@ time or memory, is tried again in parts, down to the document.
 import hashlib
 import json
 import math
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -100,9 +101,14 @@ def _declared_seconds(stages: tuple[Stage, ...]) -> float:
     return sum(getattr(stage, "seconds_per_mb", 0.0) for stage in stages)
 
 
+def is_quick(stages: tuple[Stage, ...]) -> bool:
+    """Whether stages load soon and start no threads: Forebay's own, without models of others' libraries."""
+    return not _has_own(stages) and _declared_seconds(stages) < 1
+
+
 def load_for_forks(stages: tuple[Stage, ...]) -> None:
-    """Load once what all workers need, if it is quick and starts no threads: not models of others' libraries."""
-    if not _has_own(stages) and _declared_seconds(stages) < 1:
+    """Load once what all workers need."""
+    if is_quick(stages):
         _warm(stages)
 
 
@@ -188,7 +194,7 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
     except Exception as error:
         raise PrepareError(
             f"{position(0)}: stage {stage.name} failed here or up to {batch.num_rows} documents later: "
-            f"{type(error).__name__}: {error}. Fix the stage, or remove it from the recipe."
+            f"{type(error).__name__}: {error} ({_place(error)}). Fix the stage, or remove it from the recipe."
         ) from error
     if rows != batch.num_rows or marks != rows:
         raise PrepareError(
@@ -202,6 +208,13 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
                 f"for each of {rows} documents, got {reason!r} of shape {np.shape(measure.values)}. Fix the stage."
             )
     return result
+
+
+def _place(error: Exception) -> str:
+    """Return where a stage raised: the innermost line that is not in a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames[1:] if "site-packages" not in frame.filename] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def seed_of(split: InputSplit) -> np.uint64:
