@@ -93,14 +93,14 @@ def _warm(args: Namespace) -> None:
     from forebay.prepare.compiled import kernel_directory
     from forebay.prepare.config import load_recipe
     from forebay.prepare.dedup.methods import KINDS
-    from forebay.prepare.kernels import compile_groups, missing_groups
     from forebay.prepare.forecast import Progress
+    from forebay.prepare.kernels import compile_groups, missing_groups
     from forebay.prepare.recipe import STAGES
 
     recipe = _recipe(args)
     if not (recipe.stages or recipe.dedup.active):
         stages = STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"}  # which need settings
-        recipe = load_recipe(settings={**dict.fromkeys(sorted(stages), {}), "dedup": dict.fromkeys(KINDS, True)})
+        recipe = load_recipe(settings={**{name: {} for name in sorted(stages)}, "dedup": dict.fromkeys(KINDS, True)})
     groups = missing_groups(recipe, ["html"])
     seconds: list[float] = []
     with PrepareBar(enabled=not args.quiet) as bar:

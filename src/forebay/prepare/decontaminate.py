@@ -41,7 +41,7 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, read_words
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.inputs import InputFiles, find_inputs, read_split, split_files
-from forebay.prepare.settings import Json, Share, Texts, check_fields, former_defaults
+from forebay.prepare.settings import Json, Share, Texts, check_fields
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.keys import hash_json, source_key
 
@@ -357,8 +357,6 @@ class Decontaminate(Stage):
     action: Literal["drop", "cut"] = "drop"
     margin: int = field(default=200, init=False)
     max_pieces: int = field(default=10, init=False)
-
-    former = former_defaults(id_key="id", format="auto")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -53,7 +53,7 @@ def missing_groups(recipe: Recipe, formats: Collection[str]) -> list[KernelGroup
     groups = [*filter(None, [words]), *((stage,) for stage in stages if stage not in words)]
     return [
         *(KernelGroup(tuple(stage.name for stage in group), group) for group in groups),
-        *(KernelGroup((kind,), dedup=replace(Dedup(), **{kind: True}))  # type: ignore[arg-type] for kind in kinds),
+        *(KernelGroup((kind,), dedup=replace(Dedup(), **{kind: True})) for kind in kinds),  # type: ignore[arg-type]
     ]
 
 

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -37,11 +37,6 @@ _EXPECTED = {
 }
 """What a kind of error of pydantic's wanted, where it does not say it in our words."""
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-
-
-def former_defaults(**values: Any) -> Json:
-    """Return the last defaults of settings that are gone, for `former`."""
-    return values
 
 
 @cache
@@ -81,13 +76,7 @@ def check_order(settings: object, low: str, high: str) -> None:
 
 
 class Settings:
-    """A frozen dataclass whose fields are checked.
-
-    A setting that became a constant is a field that no caller sets (`init=False`); `former` has the defaults of those
-    that are gone. Both are still part of the lineage, so that the same recipe gives the same dataset id.
-    """
-
-    former: ClassVar[Json] = {}
+    """A frozen dataclass whose fields are checked."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -118,7 +107,7 @@ def check_fields(settings: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON and TOML have it."""
+    """A setting as JSON and TOML have it, with the `former` settings that ids of datasets still depend on."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             **getattr(value, "former", {}),

@@ -19,7 +19,7 @@ from forebay.prepare.clean.spans import Automaton, apart, build, read_lines, spl
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers
 from forebay.prepare.filters.points import find
-from forebay.prepare.settings import Count, check_fields, former_defaults
+from forebay.prepare.settings import Count, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
 ANYWHERE, BEGINNING, WHOLE_LINE = 0, 1, 2
@@ -139,8 +139,6 @@ class Boilerplate(Stage):
     A list of names, a poem of very short lines or a table of one column is taken for a menu: set `menu_lines = 0` for
     such corpora, and for code. Source: the rules are ours; C4's line rules are a filter of their own.
     """
-
-    former = former_defaults(english=True)
 
     name = "boilerplate"
     version = 2

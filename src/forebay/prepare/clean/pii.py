@@ -23,7 +23,7 @@ from forebay.prepare.clean.pii_context import compiled
 from forebay.prepare.clean.pii_ids import find_ids
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.documents import Measure, Stage, StageResult, check_rules, replace_column, text_buffers
-from forebay.prepare.settings import Number, former_defaults
+from forebay.prepare.settings import Number
 
 Kind = Literal[
     "email", "ipv4", "ipv6", "iban", "card", "phone", "key", "us_ssn", "us_itin", "uk_nino", "uk_nhs", "de_tax_id",
@@ -102,8 +102,6 @@ class Pii(Stage):
     style: Literal["mask", "fineweb"] = "mask"
     public_only: bool = True
     max_count: Number = math.inf
-
-    former = former_defaults(max_per_1000_words="inf")
 
     @functools.cached_property
     def _selected(self) -> frozenset[str]:

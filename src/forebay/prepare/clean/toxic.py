@@ -25,7 +25,7 @@ from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, rep
 from forebay.prepare.filters.kernels import text_lengths
 from forebay.prepare.filters.language import LOOK_CHARS, default_model, language_code
 from forebay.prepare.scores.classifiers import FastText
-from forebay.prepare.settings import Number, check_fields, former_defaults
+from forebay.prepare.settings import Number, check_fields
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
 """Languages written without spaces: a phrase is found anywhere."""
@@ -100,8 +100,6 @@ class Toxic(Stage):
     language: str = ""
     allow: tuple[str, ...] = ALLOWED
     max_score: Number = 1.0
-
-    former = former_defaults(max_matches=0, model="", label="__label__toxic", threshold=0.5, min_weight=MIN_WEIGHT)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,7 +8,7 @@ Python callers pass the object.
 import re
 from dataclasses import dataclass
 from itertools import compress
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -21,7 +21,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.formats.tables import is_list
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.settings import Positive, Share, check_fields, former_defaults
+from forebay.prepare.settings import Json, Positive, Share, check_fields
 
 SIGNATURE_VERSION = 2
 """Changed when the same text gets another signature, so that old ones are not compared with new ones."""
@@ -354,15 +354,10 @@ class Dedup:
     similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
     signatures: bool = False
     own: tuple[Method, ...] = ()
-    former = former_defaults(
-        embedding="embedding",
-        clusters=0,
-        seed=1,
-        span=SPAN,
-        overlap_ngram=Overlap.ngram,
-        overlap_share=Overlap.share,
-        overlap_sample=1,
-    )
+    former: ClassVar[Json] = {
+        "embedding": "embedding", "clusters": 0, "seed": 1, "span": SPAN, "overlap_ngram": Overlap.ngram,
+        "overlap_share": Overlap.share, "overlap_sample": 1,
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)

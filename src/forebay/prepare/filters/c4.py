@@ -14,7 +14,7 @@ from forebay.prepare.documents import Measure, Stage, StageResult, keep_all, rep
 from forebay.prepare.filters.points import copy, decode, encode, kind, room_of, starts_with, trim, word_runs
 from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
 from forebay.prepare.filters.words import cut_words, tables, word_room
-from forebay.prepare.settings import Count, former_defaults
+from forebay.prepare.settings import Count
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
 """Why a line is taken out, as it is counted: `lines_long_word`."""
@@ -51,8 +51,6 @@ class C4(Stage):
     min_words_per_line: Count = 3
     max_word_chars: int = field(default=1000, init=False)
     min_sentences: Count = 5
-
-    former = former_defaults(language=[])
 
     name = "c4"
     version = 2

@@ -16,7 +16,7 @@ from forebay.prepare.documents import Measure, StageResult, check_rules, text_bu
 from forebay.prepare.filters.language import ByLanguage, LanguageStage
 from forebay.prepare.filters.points import kind, next_point
 from forebay.prepare.filters.word_tables import LETTER, character_table
-from forebay.prepare.settings import Count, Number, former_defaults
+from forebay.prepare.settings import Count, Number
 
 CODE = ("lines", "chars", "longest", "letters")  # Columns of `_measure`.
 _GENERATED = (
@@ -65,8 +65,6 @@ class Code(LanguageStage):
     max_encoded: float = field(default=0.5, init=False)
     max_encoded_chars: int = field(default=1024, init=False)
     language: ByLanguage = _BY_EXTENSION
-
-    former = former_defaults(generated=True)
 
     name = "code"
     version = 2

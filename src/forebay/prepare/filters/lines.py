@@ -44,7 +44,7 @@ from forebay.prepare.filters.word_tables import (
     word_lists,
 )
 from forebay.prepare.filters.words import cut_words, tables, word_room
-from forebay.prepare.settings import Count, Share, former_defaults
+from forebay.prepare.settings import Count, Share
 
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
 """Why a line is taken out, in this order; counted as `lines_symbols`."""
@@ -85,10 +85,6 @@ class LineRules(Stage):
     max_uppercase: Share = 0.5
     stop_word_lines: Count = 10
     max_removed_words: Share = 1.0
-
-    former = former_defaults(
-        language=[], numbers=True, counters=True, prompts=True, prompt_words=PROMPT_WORDS, stop_words="auto"
-    )
 
     name = "lines"
     version = 2

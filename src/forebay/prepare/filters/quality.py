@@ -30,7 +30,7 @@ from forebay.prepare.filters.language import (
 )
 from forebay.prepare.filters.word_tables import HashTable
 from forebay.prepare.scores.base import Scorer
-from forebay.prepare.settings import Number, Share, check_order, former_defaults
+from forebay.prepare.settings import Number, Share, check_order
 
 Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
@@ -118,8 +118,6 @@ class GopherQuality(LanguageStage):
     min_alpha_words: Share = 0.8
     min_stop_words: Annotated[int, Field(ge=0, le=len(STOP_WORDS))] = 2
     language: ByLanguage = ()
-
-    former = former_defaults(stop_words="auto")
 
     name = "gopher_quality"
     version = 2

@@ -19,7 +19,7 @@ import pyarrow as pa
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import Measure, Stage, StageResult, keep_all
 from forebay.prepare.filters.word_tables import word_lists
-from forebay.prepare.settings import Texts, check_fields, former_defaults
+from forebay.prepare.settings import Texts, check_fields
 
 _WORD = re.compile(r"[^\W_]+")
 
@@ -44,8 +44,6 @@ class Url(Stage):
     urls: Texts = ()
     patterns: Texts = ()
     shipped: bool | Literal["auto"] = "auto"
-
-    former = former_defaults(soft_words=[], max_soft_words=1, substrings=[])
 
     name = "url"
     version = 2

@@ -26,7 +26,7 @@ from forebay.prepare.documents import (
     text_buffers,
 )
 from forebay.prepare.scores.base import Scorer, named_column, number_column
-from forebay.prepare.settings import Number, Share, Texts, check_fields, former_defaults
+from forebay.prepare.settings import Number, Share, Texts, check_fields
 
 Numbers = tuple[float, ...]
 Percentiles = tuple[Annotated[float, Field(ge=0, le=100)], ...]
@@ -49,8 +49,6 @@ class Combine(Scorer):
 
     columns_of: Texts = ()
     how: Literal["max", "min", "mean", "sum"] = "max"
-
-    former = former_defaults(weights=[], missing="skip")
 
     name = "combine"
     version = 1
@@ -88,8 +86,6 @@ class Bucket(Scorer):
     column: str = ""
     thresholds: Numbers = ()
     buckets: Annotated[int, Field(ge=0, le=1000)] = 0
-
-    former = former_defaults(percentiles=[])
 
     name = "bucket"
     version = 1
@@ -305,8 +301,6 @@ class Subset(_Condition):
     """
 
     subset: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=64)] = "rest"
-
-    former = former_defaults(none_of=[], after="", before="")
 
     name = "subset"
     version = 1
