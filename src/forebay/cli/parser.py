@@ -23,7 +23,8 @@ from forebay.errors import PrintableUrl, printable
 
 PANELS = {
     "Data": (
-        "prepare", "warm", "classifier", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
+        "prepare", "warm", "classifier", "inspect", "verify", "report", "import", "extract", "convert", "doctor",
+        "mirror",
     ),
     "Network": ("network", "dht", "serve", "find", "scheduler", "job", "worker", "coordinator"),
     "Operate": ("status", "top", "dashboard", "plan", "ledger", "launch"),

@@ -431,7 +431,7 @@ def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
         run.progress.add(usage, None)
         count(index, None)
 
-    compile_groups(groups, run.engine.num_workers or num_cores(), add, run.on_message)
+    compile_groups(prepare_dataset, groups, run.engine.num_workers or num_cores(), add, run.on_message)
 
 
 def _process_splits(

@@ -137,7 +137,9 @@ def _ipv6(data, free, stop, colon, public):  # type: ignore[no-untyped-def]
         start -= 1
     if colon - start == 0 or colon - start > 4:  # those that begin with :: are loopback, mapped, unspecified
         return colon, colon
-    if start > free and (alnum(data[start - 1]) or data[start - 1] == 46 or data[start - 1] == 58 or data[start - 1] == 95):
+    if start > free and (
+        alnum(data[start - 1]) or data[start - 1] == 46 or data[start - 1] == 58 or data[start - 1] == 95
+    ):
         return colon, colon
     pos, end, groups, gap, digits, longest, first, second = start, start, 0, False, False, 0, 0, 0
     while groups < 8:
@@ -234,7 +236,9 @@ def _issued(four, two, n):  # type: ignore[no-untyped-def]
 @jit()
 def _card(data, start, stop, i):  # type: ignore[no-untyped-def]
     """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
-    if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or data[i - 1] == 45 or data[i - 1] == 46 or data[i - 1] == 95):
+    if i > start and (
+        alnum(data[i - 1]) or data[i - 1] == 43 or data[i - 1] == 45 or data[i - 1] == 46 or data[i - 1] == 95
+    ):
         return i
     pos, n, group, groups, shape, sep, four = i, 0, 0, 0, 0, 0, 0
     odd, even = 0, 0  # Luhn's sums with the digits at odd, or even, places doubled
