@@ -93,23 +93,24 @@ def _warm(args: Namespace) -> None:
     from forebay.prepare.compiled import kernel_directory
     from forebay.prepare.config import load_recipe
     from forebay.prepare.dedup.methods import KINDS
+    from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.forecast import Progress
     from forebay.prepare.kernels import compile_groups, missing_groups
     from forebay.prepare.recipe import STAGES
 
     recipe = _recipe(args)
     if not (recipe.stages or recipe.dedup.active):
-        stages = STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"}  # which need settings
-        recipe = load_recipe(settings={**{name: {} for name in sorted(stages)}, "dedup": dict.fromkeys(KINDS, True)})
+        stages = sorted(STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"})  # need settings
+        recipe = load_recipe(settings={**{name: {} for name in stages}, "dedup": dict.fromkeys(KINDS, True)})
     groups = missing_groups(recipe, ["html"])
     seconds: list[float] = []
     with PrepareBar(enabled=not args.quiet) as bar:
 
         def add(_: int, cpu_s: float) -> None:
             seconds.append(cpu_s)
-            bar.update(Progress("kernels", len(seconds), len(groups), " groups"))
+            bar.update(Progress("kernels", len(seconds), len(groups), "group"))
 
-        compile_groups(groups, args.workers or num_cores(), add, print_note)
+        compile_groups(prepare_dataset, groups, args.workers or num_cores(), add, print_note)
     directory = kernel_directory()
     number = sum(1 for _ in Path(directory).rglob("*.nbc"))
     result = {"kernels": number, "groups": len(groups), "cpu_s": round(sum(seconds), 1), "path": directory}

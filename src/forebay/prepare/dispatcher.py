@@ -18,9 +18,8 @@ from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
-from numba.core.registry import CPUDispatcher
+from numba.core.registry import CPUDispatcher, cpu_target
 from numba.core.runtime import rtsys
-from numba.core.typed_passes import NopythonRewrites
 from numba.core.types import Function
 from numba.core.types.misc import unliteral
 from numba.core.typing.context import Context
@@ -31,9 +30,17 @@ from forebay.storage.locks import try_acquire
 log = logging.getLogger(__name__)
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("kernels: %s", text)
+_UNUSED_PASSES = (
+    "WithLifting InlineClosureLikes RewriteSemanticConstants DeadBranchPrune RewriteDynamicRaises InlineInlinables "
+    "MakeFunctionToJitFunction FindLiterallyCalls LiteralUnroll InlineOverloads NopythonRewrites"
+)
+_warn = functools.cache(log.warning)
+
+
+def refresh() -> None:
+    """Import what only compiling needs."""
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
 
 
 class Dispatcher(CPUDispatcher):  # type: ignore[misc]
@@ -74,7 +81,7 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         try:
             self._cache.save_overload(sig, compiled)
         except OSError as error:  # The disk is full.
-            _warn_once(f"cannot be kept ({error.strerror}: {self._directory}), each process compiles its own")
+            _warn(f"kernels: {error}: each process compiles its own")
         return compiled
 
     def _lock(self) -> AbstractContextManager[Any]:
@@ -82,12 +89,12 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         if not self._directory:
             return nullcontext()
         path = Path(self._directory, f"{self.__module__}.{self.__qualname__}.lock")
-        started = said = time.monotonic()
+        started, pause_s = time.monotonic(), 3
         while (lock := try_acquire(path)) is None:
             time.sleep(0.05)
-            if (now := time.monotonic()) - said > (10 if said > started else 3):
-                said = now
-                log.warning("kernels: waiting %.0f s for another process to compile %s", now - started, path.stem)
+            if time.monotonic() - started > pause_s:
+                log.warning("kernels: waiting for another process, which compiles %s", path.stem)
+                pause_s += 10
         return lock
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
@@ -109,7 +116,7 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         flags.no_cpython_wrapper, flags.no_cfunc_wrapper = library is _Part, True
         made = library(self.targetctx.codegen(), self.py_func.__qualname__)
         made.enable_object_caching()
-        contexts = _Typing.of(self.typingctx), self.targetctx
+        contexts = _Typing(self.typingctx), self.targetctx
         return compiler.compile_extra(*contexts, self.py_func, args, None, flags, {}, made, _Compiler)
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,32 +134,28 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
 
 
 class _Typing(Context):  # type: ignore[misc]
-    """numba's context, with the types that it found before: each operator is looked up once for its operands' types."""
+    """numba's context, which looks up each operator once for the types of its operands."""
 
     _found: ClassVar[dict[Any, Any]] = {}
 
-    @classmethod
-    def of(cls, context: Context) -> Any:
-        """Return `context` itself, as an object of this class."""
-        self = cls.__new__(cls)
+    def __init__(self, context: Context) -> None:
         self.__dict__ = context.__dict__
-        return self
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
         """See numba."""
+        if kws or not isinstance(func, Function):
+            return super().resolve_function_type(func, args, kws)
         key = func, tuple(args)
-        if kws or not isinstance(func, Function) or (found := self._found.get(key)) is None:
-            found = super().resolve_function_type(func, args, kws)
-            if found is not None and not kws and isinstance(func, Function):
-                self._found[key] = found
-        return found
+        if self._found.get(key) is None:
+            self._found[key] = super().resolve_function_type(func, args, kws)
+        return self._found[key]
 
 
 class _Compiler(CompilerBase):  # type: ignore[misc]
     def define_pipelines(self) -> Any:
-        """See numba. No array expressions are looked for: kernels have loops."""
+        """See numba. Passes for what kernels do not have are left out: closures, array expressions, None."""
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.passes = [item for item in passes.passes if item[0] is not NopythonRewrites]
+        passes.passes = [item for item in passes.passes if item[0].__name__ not in _UNUSED_PASSES]
         return [passes]
 
 
@@ -162,7 +165,8 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
     def finalize(self) -> None:
         libraries = self._linking_libraries
         for library in libraries:
-            libraries.extend(item for item in getattr(library, "parts", ()) if item not in libraries)
+            if isinstance(library, _Part):
+                libraries.extend(item for item in library._linking_libraries if item not in libraries)
         super().finalize()
 
 
@@ -170,11 +174,6 @@ class _Part(JITCodeLibrary):  # type: ignore[misc]
     """The code of a function that kernels call: neither optimized nor made into machine code."""
 
     codegen = SimpleNamespace(set_env=lambda *_: None)
-
-    @property
-    def parts(self) -> Any:
-        """The libraries that this one calls."""
-        return self._linking_libraries
 
     def finalize(self) -> None:
         self._finalized = True

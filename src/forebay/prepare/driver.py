@@ -450,7 +450,7 @@ def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
     groups = missing_groups(run.recipe, formats)
     if not groups:
         return
-    count = run.count_tasks("kernels", len(groups), " groups")
+    count = run.count_tasks("kernels", len(groups), "group")
 
     def add(index: int, seconds: float) -> None:
         usage = Usage({"kernels": seconds})
@@ -458,7 +458,7 @@ def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
         run.progress.add(usage, None)
         count(index, None)
 
-    compile_groups(groups, run.engine.num_workers or num_cores(), add, run.on_message)
+    compile_groups(prepare_dataset, groups, run.engine.num_workers or num_cores(), add, run.on_message)
 
 
 def _process_splits(

@@ -8,8 +8,10 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from forebay.errors import ForebayError
 from forebay.prepare.compiled import kernel_directory
@@ -17,10 +19,12 @@ from forebay.prepare.dedup.methods import KINDS, Dedup
 from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Notify
 from forebay.prepare.engines.local import LocalEngine
+from forebay.prepare.filters.language import LanguageStage
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.tasks.stages import is_quick
 
 _PAGE_FORMATS = {"html", "warc"}
+_ON: Any = True
 _is_compiling = False  # In a process that compiles a group.
 
 
@@ -33,8 +37,10 @@ class KernelGroup:
     dedup: Dedup = field(default_factory=Dedup)
 
     def load(self) -> None:
-        """Import numba before processes are forked."""
-        from forebay.prepare import dispatcher  # noqa: F401
+        """Import what compiles before processes are forked."""
+        from forebay.prepare.dispatcher import refresh
+
+        refresh()
 
 
 def missing_groups(recipe: Recipe, formats: Collection[str]) -> list[KernelGroup]:
@@ -49,20 +55,27 @@ def missing_groups(recipe: Recipe, formats: Collection[str]) -> list[KernelGroup
     stages = [s for s in recipe.stages if is_quick((s,)) and (s.name != "extract" or has_pages)]
     stages = [stage for stage in stages if not _ready(stage.name).exists()]
     kinds = [kind for kind in KINDS if getattr(recipe.dedup, kind) and not _ready(kind).exists()]
-    words = tuple(stage for stage in stages if getattr(stage, "shares_words", False))
+    words = tuple(stage for stage in stages if isinstance(stage, LanguageStage))
     groups = [*filter(None, [words]), *((stage,) for stage in stages if stage not in words)]
     return [
         *(KernelGroup(tuple(stage.name for stage in group), group) for group in groups),
-        *(KernelGroup((kind,), dedup=replace(Dedup(), **{kind: True})) for kind in kinds),  # type: ignore[arg-type]
+        *(KernelGroup((kind,), dedup=Dedup(**{kind: _ON})) for kind in kinds),
     ]
 
 
 def compile_groups(
-    groups: Sequence[KernelGroup], workers: int, on_done: Callable[[int, float], None], notify: Notify
+    prepare: Callable[..., Any],
+    groups: Sequence[KernelGroup],
+    workers: int,
+    on_done: Callable[[int, float], None],
+    notify: Notify,
 ) -> None:
-    """Compile the kernels of groups, in up to `workers` processes; `on_done` gets a group's number and CPU seconds."""
+    """Compile the kernels of groups, in up to `workers` processes; `on_done` gets a group's number and CPU seconds.
+
+    `prepare` is `prepare_dataset`.
+    """
     with _Compilers(workers, on_message=notify) as engine:
-        engine.map(_compile, groups, on_done)
+        engine.map(partial(_compile, prepare), groups, on_done)
 
 
 class _Compilers(LocalEngine):
@@ -73,9 +86,7 @@ def _ready(name: str) -> Path:
     return Path(kernel_directory(), f"{name}.ready")
 
 
-def _compile(group: KernelGroup, scale: int) -> float:
-    from forebay.prepare.driver import prepare_dataset
-
+def _compile(prepare: Callable[..., Any], group: KernelGroup, scale: int) -> float:
     global _is_compiling
     _is_compiling, started = True, sum(os.times()[:4])
     text, ending = f"{Path(__file__).read_text()}\nPersonal data: someone@example.org\n", "txt"
@@ -88,7 +99,7 @@ def _compile(group: KernelGroup, scale: int) -> float:
             folder.joinpath(f"{number}.{ending}").write_text(text)
         recipe = replace(Recipe(), stages=group.stages, dedup=group.dedup)
         with suppress(ForebayError):  # It fails again where it matters, and some stages drop all of it.
-            prepare_dataset(folder, f"{temporary}/out", recipe=recipe, to="report", workers=1)
+            prepare(folder, f"{temporary}/out", recipe=recipe, to="report", workers=1)
     for name in group.names:
         with suppress(OSError):
             _ready(name).touch()

@@ -30,12 +30,9 @@ print(result.documents_in, result.dropped)
 def run(tmp_path: Path, how: str, fault: int = 1, engine: str = "local") -> "subprocess.CompletedProcess[str]":
     program = f"FAULT, ENGINE, OUT = {fault}, {engine!r}, {how.strip('-') + engine!r}\n{PROGRAM}"
     (tmp_path / "script.py").write_text(program)
-    command, text = {
-        "script": (["script.py"], ""), "stdin": (["-"], program), "-c": (["-c", program], ""), "-i": (["-i", "script.py"], ""),
-    }[how]  # fmt: skip
-    return subprocess.run(
-        [sys.executable, *command], input=text, capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    commands = {"script": ["script.py"], "stdin": ["-"], "-c": ["-c", program], "-i": ["-i", "script.py"]}
+    command, text = [sys.executable, *commands[how]], program if how == "stdin" else ""
+    return subprocess.run(command, input=text, capture_output=True, text=True, cwd=tmp_path, check=False)
 
 
 @pytest.mark.parametrize("how", ["script", "stdin", "-c", "-i"])

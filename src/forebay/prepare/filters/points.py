@@ -69,7 +69,7 @@ def find(data, start, stop, value):  # type: ignore[no-untyped-def]
 
 @jit()
 def copy(data, start, stop, out, pos):  # type: ignore[no-untyped-def]
-    """Copy `data[start:stop]` into `out` from `pos` on; return the end. Assigning slices compiles six times as long."""
+    """Copy `data[start:stop]` into `out` from `pos` on; return the end. Assigning a slice takes seconds to compile."""
     for i in range(start, stop):
         out[pos] = data[i]
         pos += 1
