@@ -63,7 +63,7 @@ def run(*arguments: str) -> int:
 
 @pytest.mark.parametrize("scheme", ["s3", "r2"])
 @pytest.mark.parametrize("page", [7, 1000])
-def test_every_key_is_listed_and_read_and_its_address_opens_it_again(bucket: MemoryBucket, scheme: str, page: int):
+def test_every_key_is_listed_and_read_and_its_address_opens_it_again(bucket: MemoryBucket, scheme, page):
     names = [*PLAIN, *ODD, "a", "a/b", *(f"n{number}" for number in range(1100 if page == 1000 else 0))]
     bucket.page, bucket.objects = page, {f"in/{name}": row(name) for name in names}
     bucket.objects |= {"in/": b"", "in/sub/": b"", "in/a/": b"", "inside": row("another")}
@@ -99,16 +99,14 @@ def test_prepare_convert_and_streams_read_the_same(bucket: MemoryBucket, tmp_pat
         ("r2://bucket/d1", ["d1/a", "d1/b"]), ("s3://bucket/d2/e/", ["d2/e/c"]),
     ],
 )  # fmt: skip
-def test_a_pattern_may_stand_for_any_part_and_a_key_of_that_name_comes_first(
-    bucket: MemoryBucket, url: str, expected: list[str]
-):
+def test_a_pattern_may_stand_for_any_part_and_a_key_of_that_name_comes_first(bucket: MemoryBucket, url, expected):
     bucket.objects = {f"{name}.jsonl": row(name) for name in ("d1/a", "d1/b", "d2/a", "d2/c", "d2/e/c", "d*/z")}
     assert [BucketAddress.parse(file.url).key[:-6] for file in find_urls(url)[1]] == expected
     assert sorted(BucketAddress.parse(path.url).key[:-6] for path in find_paths(url)) == expected
 
 
 @pytest.mark.parametrize("name", ["a b", "x#1?y=2", "%20", "n+1&c", "*[1]", "ü日本", "q?region=eu?region="])
-def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path, name: str):
+def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path, name):
     local = write_tokens(tmp_path / "d", [500] * 2)
     url = f"s3://bucket/out/{name}"
     key = BucketAddress.parse(url).key
@@ -120,7 +118,7 @@ def test_a_dataset_below_any_prefix(bucket: MemoryBucket, tmp_path, name: str):
 
 
 @pytest.mark.parametrize("prefix", ["a//b", "./a", "a/../b", "a\tb"])
-def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket, tmp_path, prefix: str):
+def test_a_prefix_that_cannot_be_written_is_refused_at_once(bucket: MemoryBucket, tmp_path, prefix):
     write_tokens(tmp_path / "d", [500])
     for command in (("mirror", "d"), ("convert", "d", "--to", "forebay"), ("prepare", "d")):
         target = ["--out", f"s3://bucket/{prefix}"] if command[0] == "prepare" else [f"s3://bucket/{prefix}"]
@@ -200,8 +198,8 @@ P, KEYS = {"PROFILE": "p"}, {"ACCESS_KEY_ID": "KEY", "SECRET_ACCESS_KEY": "SECRE
     ],
 )  # fmt: skip
 def test_credentials_come_from_profiles(
-    bucket: MemoryBucket, monkeypatch, tmp_path, config: str, credentials: str,
-    variables: dict[str, str], error: str,
+    bucket: MemoryBucket, monkeypatch, tmp_path, config, credentials,
+    variables, error,
 ):  # fmt: skip
     for name in bucket.s3_environment:
         monkeypatch.delenv(name)

@@ -177,7 +177,7 @@ def world(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("command, line, code", COMMANDS)
-def test_a_wrong_command_is_answered_in_one_line(command: str, line: str, code: int, world: Path, capsys):
+def test_a_wrong_command_is_answered_in_one_line(command, line, code, world: Path, capsys):
     words = [os.fspath(word) for word in shlex.split(command.replace("{b}", "--tokenizer bytes --workers 1"))]
     try:
         status = main(words)
@@ -190,7 +190,7 @@ def test_a_wrong_command_is_answered_in_one_line(command: str, line: str, code: 
 
 
 @pytest.mark.parametrize("call, line", CALLS)
-def test_a_wrong_call_is_named(call, line: str, world: Path):
+def test_a_wrong_call_is_named(call, line, world: Path):
     with pytest.raises((forebay.ForebayError, TypeError)) as error:
         call()
     assert line in str(error.value)

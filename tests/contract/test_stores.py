@@ -101,7 +101,7 @@ class TestFolder(StoreContract):
         ("az", "AZURE_STORAGE_ACCOUNT_NAME"),
     ],
 )
-def test_missing_credentials_are_one_line(monkeypatch, scheme: str, variable: str):
+def test_missing_credentials_are_one_line(monkeypatch, scheme, variable):
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")

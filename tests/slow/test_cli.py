@@ -90,12 +90,12 @@ def test_the_package_and_its_help_need_no_heavy_import():
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_the_shell_completes(shell: str, typed: str, expected: str):
+def test_the_shell_completes(shell, typed, expected):
     assert expected in completed(shell, typed)
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_no_file_is_offered_for_a_number_or_a_name(shell: str):
+def test_no_file_is_offered_for_a_number_or_a_name(shell):
     for typed in ("prepare --seed ", "prepare --recipe R", "convert a b --to READ", "worker --listen "):
         assert "README.md" not in completed(shell, typed)
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path,
 
 
 @pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "Destroyed(); time.sleep(600)"])
-def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str):
+def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt):
     """As from an impatient user, or on a machine that is slow to import. Python drops an interrupt in a destructor."""
     code = (
         "import sys, time, forebay.__main__\n"

@@ -49,6 +49,6 @@ def test_a_plug_in_is_found_by_its_entry_point_or_by_module_and_name(package: Pa
         ("no.such:Thing", "cannot import 'no.such:Thing': ModuleNotFoundError"),
     ],
 )
-def test_a_wrong_name_is_named(package: Path, name: str, message: str):
+def test_a_wrong_name_is_named(package: Path, name, message):
     with pytest.raises(UsageError, match=message):
         plugins.load_plugin("forebay.filters", name, allow_code=True)

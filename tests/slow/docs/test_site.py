@@ -12,7 +12,7 @@ import forebay
 from forebay.cli import make_parser
 from forebay.cli.parser import walk
 from forebay.prepare.recipe import STAGES
-from support.browser import THEMES, WIDTHS, Theme, open_browser
+from support.browser import THEMES, WIDTHS, open_browser
 from support.paths import ROOT
 
 TOOLS = "import material, mkdocs, mkdocstrings_handlers.python"
@@ -62,7 +62,7 @@ def test_the_reference_has_what_the_code_has(site: Path):
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_pages_are_readable_by_all(site: Path, theme: Theme):
+def test_pages_are_readable_by_all(site: Path, theme):
     pages = [
         "index",
         "reference/plugins",

@@ -79,7 +79,7 @@ def test_memory_keeps_slices_between_loaders(server: OriginServer, memory: Path)
 
 
 @pytest.mark.parametrize("num_cached", [6, 20])
-def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path, num_cached: int):
+def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path, num_cached):
     """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more.
 
     No cache can do better: each epoch reads all once. Room for the maps of the slices, and half a slice for what is

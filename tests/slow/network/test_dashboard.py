@@ -223,7 +223,7 @@ def test_a_preparation_has_its_page(tmp_path, stack: ExitStack):
     ],
 )
 def test_a_slow_network_or_scheduler_is_named(
-    cause: str, gather_s: float, limits: ServerLimits | None, slices: int, tokens: int, seq_len: int,
+    cause, gather_s, limits, slices, tokens, seq_len,
     tmp_path, stack: ExitStack, monkeypatch,
 ):  # fmt: skip
     """One worker, which only counts, waits most of its time; a start that took long may be named before."""

@@ -96,9 +96,7 @@ def test_a_name_is_found_by_fifty_nodes(start: Start):
 
 @pytest.mark.skipif(host_towards(("192.0.2.1", 9)) in ("0.0.0.0", HOST), reason="only loopback here")
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
-def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
-    late_s: float, start: Start, monkeypatch
-):
+def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(late_s, start: Start, monkeypatch):
     """Also where a busy machine hears of all but the first address after the announcement."""
     real = LibtorrentDht._handle
 

@@ -90,6 +90,6 @@ def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver: tuple[str, l
 
 
 @pytest.mark.parametrize("variables", [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:1", "OTEL_SDK_DISABLED": "true"}])
-def test_the_sdk_is_not_imported_without_need(variables: dict[str, str]):
+def test_the_sdk_is_not_imported_without_need(variables):
     program = Process("-c", IMPORTED, **variables)
     assert (program.wait(), program.output) == (0, ["[]\n"]), program.errors

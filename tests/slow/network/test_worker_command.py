@@ -138,7 +138,7 @@ def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, wor
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_the_whole_process_group(network: Network, work: Start, tmp_path, number: signal.Signals):
+def test_signals_reach_the_whole_process_group(network: Network, work: Start, tmp_path, number):
     """The command's own child, too; leases return at once though nothing was closed."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     program = f"""

@@ -41,7 +41,7 @@ def strange(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("how", RECIPES)
-def test_a_recipe_names_code_in_vain(strange: Path, how: str):
+def test_a_recipe_names_code_in_vain(strange: Path, how):
     (strange / "recipe.toml").write_text(RECIPES[how])
     with pytest.raises(UsageError, match=r"recipe\.toml"):
         load_recipe(config=strange / "recipe.toml")

@@ -113,7 +113,7 @@ OWN = ["R2_DATASET_BUCKET_NAME=b", "export DATASET_BINS_PATH='remote/'", "R2_DAT
     ],
 )
 def test_an_env_file_has_lines_of_others_and_its_empty_keys_are_told(
-    capsys, monkeypatch, tmp_path, how: str, lines: list[str], environment: dict[str, str], message: str
+    capsys, monkeypatch, tmp_path, how, lines, environment, message
 ):
     for name in [name for name in os.environ if name.startswith(("R2_DATASET", "DATASET_BINS"))]:
         monkeypatch.delenv(name)

@@ -71,7 +71,7 @@ def test_values_that_they_cannot_hold_are_refused(tmp_path, to: str):
 
 
 @pytest.mark.parametrize("to, key, match", [("mds", "column_encodings", "pkl"), ("litdata", "data_format", "pickle")])
-def test_columns_that_run_code_are_refused(tmp_path, to: str, key: str, match: str):
+def test_columns_that_run_code_are_refused(tmp_path, to, key, match):
     convert(made_table({"text": ["a"]}), tmp_path / "out", to, NONE)
     index = tmp_path / "out" / "index.json"
     index.write_text(index.read_text().replace('"str"', f'"{match}"'))
@@ -90,7 +90,7 @@ def stream(part: int) -> Iterator[pa.RecordBatch]:
 
 @BOTH
 @pytest.mark.parametrize("compress", ["", "zstd"])
-def test_directories_that_were_written_apart_become_one_dataset(tmp_path, to: str, compress: str):
+def test_directories_that_were_written_apart_become_one_dataset(tmp_path, to: str, compress):
     merged = tmp_path / "merged"
     merged.mkdir()
 

@@ -38,7 +38,7 @@ def frame(*lengths: int, num_tokens: int = 9) -> bytes:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1 << 31), max_size=9), st.sampled_from([0, 5, 1 << 32, 1 << 50]))))
-def test_lengths_of_any_slices_are_read_as_they_were_written(slices: list):
+def test_lengths_of_any_slices_are_read_as_they_were_written(slices):
     sizes = [(sum(lengths) + rest, len(lengths)) for lengths, rest in slices]
     data = b"".join(frame(*lengths, num_tokens=count) for (lengths, _), (count, _) in zip(slices, sizes))
     assert read(data, *sizes) == [(np.uint64, np.cumsum(lengths, dtype=int).tolist()) for lengths, _ in slices]
@@ -63,7 +63,7 @@ SLICES = (4851, 99), (40, 0), (605, 2)
         (FIRST, [(9, 1 << 40)], "at most 67108864 bytes of lengths of a slice, got 4398046511104"),
     ],
 )
-def test_lengths_that_contradict_the_table_are_refused(data: bytes, slices: list, message: str):
+def test_lengths_that_contradict_the_table_are_refused(data, slices, message):
     with pytest.raises(DatasetError, match=f"x: .*({message})"):
         read(data, *slices)
 

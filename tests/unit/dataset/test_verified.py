@@ -66,7 +66,7 @@ def test_once_each_also_for_other_readers(folder: Path, hashed: list[str]):
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
-def test_a_changed_byte_is_never_used(folder: Path, keep_times: bool):
+def test_a_changed_byte_is_never_used(folder: Path, keep_times):
     read_all(folder)
     flip(folder / "2.safetensors", keep_times)
     with pytest.raises(DatasetError, match=r"2.safetensors: bytes \[0, "):

@@ -102,7 +102,7 @@ def server(make_server: Callable[..., OriginServer]) -> OriginServer:
 
 
 @pytest.mark.parametrize("kind, drop, truncate", [("http", 0.4, 0.4), ("s3", 0.4, 0.4), ("http", 0.0, 0.9)])
-def test_no_byte_is_fetched_twice(server: OriginServer, tmp_path, monkeypatch, kind: str, drop: float, truncate: float):
+def test_no_byte_is_fetched_twice(server: OriginServer, tmp_path, monkeypatch, kind, drop, truncate):
     for key, value in server.s3_environment.items():
         monkeypatch.setenv(key, value)
     server.faults.drop, server.faults.truncate = drop, truncate
@@ -152,7 +152,7 @@ def test_an_outage_is_waited_for(server: OriginServer, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("connections", [1, 8])
-def test_only_liars_are_named(make_server: Callable[..., OriginServer], tmp_path, connections: int):
+def test_only_liars_are_named(make_server: Callable[..., OriginServer], tmp_path, connections):
     liars, absent, honest = [make_server(), make_server()], make_server(), make_server()
     for liar in liars:
         liar.faults.corrupt["slice"] = 5  # of the run that the first source is asked for
@@ -309,7 +309,7 @@ def too_much(start: int, stop: int) -> Iterator[memoryview]:
 
 
 @pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
-def test_a_violation_is_reported(tmp_path, fault: Pieces):
+def test_a_violation_is_reported(tmp_path, fault):
     named = []
     with RunFetcher(4, **QUICK) as fetcher:
         assert fetch(fetcher, tmp_path / "part", Fake("bad", fault), Fake("good", honest), named=named) is None
@@ -343,6 +343,6 @@ def test_our_own_fault_is_not_hidden(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"connections": 0}, {"tries": 0}])
-def test_bad_arguments(wrong: dict[str, int]):
+def test_bad_arguments(wrong):
     with pytest.raises(UsageError, match="expected at least one connection and try"):
         RunFetcher(**wrong)

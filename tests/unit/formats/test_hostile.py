@@ -102,7 +102,7 @@ def test_a_damaged_index_is_no_table(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path, stream: bool):
+def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path, stream):
     path, out = tmp_path / "a.arrow", pa.BufferOutputStream()
     batch = pa.record_batch({"text": ["some words", "others"] * 8})
     options = pa.ipc.IpcWriteOptions(compression="zstd")

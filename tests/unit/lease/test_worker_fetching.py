@@ -152,9 +152,7 @@ def spoil(node: Node, fault: str):
     [("wrong byte", True), ("whole file", True), ("impostor", False), ("breaks off", None), ("gone", None),
      ("absent", None), ("busy", None)],
 )  # fmt: skip
-def test_a_faulty_provider_is_passed_over_and_reported(
-    worker: FetchingWorker, make_node: Nodes, fault: str, is_wrong: bool | None
-):
+def test_a_faulty_provider_is_passed_over_and_reported(worker: FetchingWorker, make_node: Nodes, fault, is_wrong):
     """A provider that sent wrong bytes or has another certificate is never requested from again."""
     faulty, honest = make_node("faulty", origin=False), make_node("honest")
     spoil(faulty, fault)
@@ -268,7 +266,7 @@ def test_a_slice_waits_for_space_until_others_are_used(worker: FetchingWorker, m
 @pytest.mark.parametrize("cause, is_node, is_end", [("unserved", False, True), ("leased", False, False),
     ("paused", False, False), ("leased", True, False), ("avoided", True, True)])  # fmt: skip
 def test_without_a_slice_for_its_patience_a_worker_ends_unless_others_have_them(
-    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, is_end: bool
+    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause, is_node, is_end
 ):
     """With a node that is gone, each lease ends with a fault, and another one follows."""
     node = make_node("gone")

@@ -59,8 +59,8 @@ def read_twice(
     st.data(),
 )  # fmt: skip
 def test_token_batches_need_the_named_bytes_only(
-    tmp_path_factory, tokens: Dataset, documents: DocumentSubset | None,
-    kind: tuple[str, bool], size: int, validation: float, data: st.DataObject,
+    tmp_path_factory, tokens: Dataset, documents,
+    kind, size, validation, data,
 ):  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SECTION_ROWS", 0)

@@ -1,7 +1,5 @@
 """The descriptions that objects show: lines, cards for notebooks with escaped text, documents behind a batch."""
 
-from typing import Literal
-
 import numpy as np
 import pytest
 
@@ -66,7 +64,7 @@ def test_a_card_of_rows_has_their_shapes():
 
 
 @pytest.mark.parametrize("packing, split", [("concat", None), ("best_fit", "train")])
-def test_the_documents_of_a_batch(result: PrepareResult, packing: Literal["concat", "best_fit"], split: str | None):
+def test_the_documents_of_a_batch(result: PrepareResult, packing, split):
     dataset = result.open()
     samples = SampleOptions(
         documents=DocumentSubset(exclude=[3, 4, 11]), validation_fraction=0.3 if split else 0.0, pad_id=0

@@ -67,9 +67,7 @@ def lineage_of(name: str, generation: int) -> dict:
 
 
 @given(st.data(), st.booleans(), st.sampled_from([8, 5, 1, [(0, 4), (11, 9), (40, 6)]]))
-def test_epochs_end_on_the_slices_with_which_they_began_over_several_generations(
-    data: st.DataObject, is_mixture: bool, sizes: Any
-):
+def test_epochs_end_on_the_slices_with_which_they_began_over_several_generations(data, is_mixture, sizes):
     names, batches = "ab" if is_mixture else "a", BatchSizes.of(sizes)
     weights = Weights(((0, (3, 1)), (17, (1, 2)))) if is_mixture else None
     counts = [data.draw(st.lists(st.integers(1, 12), min_size=8, max_size=8)) for _ in names]
@@ -155,7 +153,7 @@ def take_samples(loader: Loader[Any], num_batches: int) -> list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("grows", ["a", "b", "ab"])
-def test_each_dataset_of_a_mixture_continues_on_the_larger_one_after_its_own_pass(datasets: list[Dataset], grows: str):
+def test_each_dataset_of_a_mixture_continues_on_the_larger_one_after_its_own_pass(datasets: list[Dataset], grows):
     """Passes in full: test_epochs_end_on_the_slices_with_which_they_began_over_several_generations."""
     large = [datasets["a" in grows], datasets[1 + ("b" in grows)]]
     parent, child, again = mixed(datasets[:2]), mixed(large), mixed(large)
@@ -206,7 +204,7 @@ def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(data
 
 
 @pytest.mark.parametrize("slack", [None, MAX_IMBALANCE])
-def test_owners_of_datasets_that_grow(slack: float | None):
+def test_owners_of_datasets_that_grow(slack):
     hashes = np.random.default_rng(0).integers(0, 256, (2500, 32), np.uint8)
 
     names, lineage = ["a", "b", "c"], {"parent": {"id": "small", "slices": 2000}}

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -82,7 +81,7 @@ def loader_threads() -> set[threading.Thread]:
         {"batch_size": None, "global_batch_size": 6, "rank": 0, "world_size": 7},
     ],
 )
-def test_wrong_arguments(tokens_dir: Path, wrong: dict):
+def test_wrong_arguments(tokens_dir: Path, wrong):
     arguments = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
     with pytest.raises(UsageError):
         Loader(tokens_dir, **arguments)
@@ -107,7 +106,7 @@ def test_wrong_arguments(tokens_dir: Path, wrong: dict):
         (SampleOptions, {"max_documents": 0}),
     ],
 )
-def test_wrong_options_are_refused_when_they_are_made(kind: Callable, wrong: dict):
+def test_wrong_options_are_refused_when_they_are_made(kind, wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
         kind(**wrong)
 
@@ -143,7 +142,7 @@ def test_state_of_something_else(tokens_dir: Path):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_missing_or_truncated_slice_is_named(tmp_path, prefetch: int):
+def test_a_missing_or_truncated_slice_is_named(tmp_path, prefetch):
     for i in range(3):
         tokens = np.arange(64, dtype=np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -109,13 +108,13 @@ def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path):
         {"datasets": ["a", "b"]},
     ],
 )
-def test_wrong_mixtures(folders: dict[str, Path], wrong: dict):
+def test_wrong_mixtures(folders: dict[str, Path], wrong):
     with pytest.raises(UsageError, match=r"mixture|weights"):
         Mixture(**{"datasets": folders, "weights": {"web": 1.0}, **wrong})
 
 
 @pytest.mark.parametrize("several", [["a"], {"a": "a"}])
-def test_several_datasets_are_a_mixture(several: Any):
+def test_several_datasets_are_a_mixture(several):
     with pytest.raises(UsageError, match=r"dataset: expected a path.*forebay\.Mixture\(\{"):
         Loader(several)
 
@@ -134,7 +133,7 @@ def test_several_datasets_are_a_mixture(several: Any):
         ("U32 - 0 0|U32 1 0 -", "eos_id, got 0 of a and none of b"),
     ],
 )
-def test_datasets_of_a_mixture_agree_in_what_they_record(recorded: str, differing: str, tmp_path):
+def test_datasets_of_a_mixture_agree_in_what_they_record(recorded, differing, tmp_path):
     """What is not recorded agrees with everything, and a mixture may allow what differs."""
     texts, table = recorded.split("|"), "[datasets]\n"
     for name, text in zip("abc", texts):

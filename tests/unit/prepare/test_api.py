@@ -183,7 +183,7 @@ def test_secrets_stay_in_the_environment(tmp_path, server: Server, monkeypatch):
         ('url = "http://x"\nheaders = 3', "headers: expected a table"),
     ],
 )
-def test_wrong_descriptions(tmp_path, text: str, message: str):
+def test_wrong_descriptions(tmp_path, text, message):
     path = tmp_path / "a.api.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=message):

@@ -69,7 +69,7 @@ def rows(dataset: Dataset) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_child_has_the_slices_of_its_parent_first(tmp_path, shuffle: bool, monkeypatch):
+def test_the_child_has_the_slices_of_its_parent_first(tmp_path, shuffle, monkeypatch):
     monkeypatch.setattr(slicing, "_GATHERED", 2)
     settings = {"slice": {"bytes": 1 << 14, "shuffle": shuffle}}
     before = write_texts(tmp_path / "first", 0, 40)
@@ -93,7 +93,7 @@ def test_the_child_has_the_slices_of_its_parent_first(tmp_path, shuffle: bool, m
 @pytest.mark.parametrize(
     "methods", ["exact", "lines", "sentences", "substring", "exact minhash signatures", "lines sentences signatures"]
 )
-def test_new_documents_are_compared_with_the_parents(tmp_path, methods: str, monkeypatch):
+def test_new_documents_are_compared_with_the_parents(tmp_path, methods, monkeypatch):
     dedup = {"dedup": dict.fromkeys(methods.split(), True)}
     before = write_texts(tmp_path / "first", 0, 40)
     parent = grow(tmp_path / "first", tmp_path / "old", **dedup)
@@ -264,7 +264,7 @@ def test_without_hard_links_slices_are_copied(old: Path, second: Path, tmp_path,
 
 
 @pytest.mark.parametrize("extended", [True, False])
-def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(old: Path, second: Path, tmp_path, extended: bool):
+def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(old: Path, second: Path, tmp_path, extended):
     """Slices of equal sizes under one name: runs with and without --extend that were stopped, and one that was not."""
     sizes, before = {"slice": {"tokens": 5000}}, contents(old)
     plans = [old, None] if extended else [None, old]

@@ -44,7 +44,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("to", sorted(SUFFIXES))
-def test_a_format_reads_its_directory_with_all_columns(outputs: Path, corpus: Path, to: str):
+def test_a_format_reads_its_directory_with_all_columns(outputs: Path, corpus: Path, to):
     got = rows(outputs / to / "text")
     assert [row["id"] for row in got] == (outputs / f"{to}.ids").read_text().split()
     by_id = {row["id"]: row for path in corpus.iterdir() for row in read_lines(path)}
@@ -58,7 +58,7 @@ def test_a_format_reads_its_directory_with_all_columns(outputs: Path, corpus: Pa
 
 
 @pytest.mark.parametrize("to", ["jsonl", "arrow", "parquet", "webdataset"])
-def test_a_later_preparation_reads_the_same_documents_and_columns(outputs: Path, tmp_path, to: str):
+def test_a_later_preparation_reads_the_same_documents_and_columns(outputs: Path, tmp_path, to):
     prepare(outputs / to / "text", tmp_path / "again", to="parquet", settings={"read": RECIPE["read"]})
     assert rows(tmp_path / "again/text") == rows(outputs / "parquet/text")
 
@@ -81,7 +81,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("to", ["parquet", "megatron"])
-def test_a_run_that_ended_between_its_files_goes_on(outputs: Path, corpus: Path, tmp_path, to: str, monkeypatch):
+def test_a_run_that_ended_between_its_files_goes_on(outputs: Path, corpus: Path, tmp_path, to, monkeypatch):
     """Finished files are not written again; `tests/slow/dataset/test_faults.py` ends runs at every write."""
     puts = []
     plain = FolderStore.put
@@ -117,7 +117,7 @@ def test_another_output_is_refused_and_an_unfinished_one_removed(outputs: Path, 
 
 
 @pytest.mark.parametrize("to", ["parquet", "litdata"])
-def test_each_subset_is_a_directory_that_its_format_reads(corpus: Path, tmp_path, to: str):
+def test_each_subset_is_a_directory_that_its_format_reads(corpus: Path, tmp_path, to):
     prepare_output(to, corpus, tmp_path / "out", SUBSETS, write_ids=tmp_path / "ids")
     good, rest = rows(tmp_path / "out/text/good"), rows(tmp_path / "out/text/rest")
     assert all(row["quality"] >= 1 for row in good)

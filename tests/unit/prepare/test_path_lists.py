@@ -149,7 +149,7 @@ def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_pa
     ],
     ids=range(8),
 )
-def test_hostile_lists_are_refused(tmp_path, data: bytes, message: str):
+def test_hostile_lists_are_refused(tmp_path, data, message):
     path = tmp_path / "x.paths.gz"
     path.write_bytes(data)
     with pytest.raises(PrepareError, match=message) as raised:
@@ -158,7 +158,7 @@ def test_hostile_lists_are_refused(tmp_path, data: bytes, message: str):
 
 
 @given(st.text(max_size=60) | st.from_regex(r"([.a-z/%?#\\:-]{0,4}){1,5}", fullmatch=True))
-def test_a_path_that_is_accepted_stays_below_its_root(path: str):
+def test_a_path_that_is_accepted_stays_below_its_root(path):
     if is_path_below(path):
         root = Path("/root/of/list")
         assert (root / path).resolve().is_relative_to(root) and path.isprintable()

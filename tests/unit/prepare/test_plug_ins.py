@@ -174,7 +174,7 @@ def test_a_method_of_deduplication(tmp_path, own: Any):
 
 
 @pytest.mark.parametrize("how", ["letters", "my_own:Letters", "object"])
-def test_a_tokenizer(tmp_path, own: Any, how: str):
+def test_a_tokenizer(tmp_path, own: Any, how):
     result = run(tmp_path, tokenizer=own.Letters() if how == "object" else how)
     dataset = result.open()
     assert dataset.open_slice(0).tokens[:12].tolist() == [15, 14, 5, 20, 23, 15, 20, 8, 18, 5, 5, 27]
@@ -189,7 +189,7 @@ def test_a_tokenizer(tmp_path, own: Any, how: str):
         {"mine": {"use": "my_own:Shout"}},
     ],
 )  # fmt: skip
-def test_code_that_a_recipe_names_needs_leave(own: Any, settings: dict):
+def test_code_that_a_recipe_names_needs_leave(own: Any, settings):
     sys.modules.pop("my_own", None)
     with pytest.raises(UsageError, match=r"names code, 'my_own:.*--allow-code"):
         load_recipe(settings=settings)
@@ -198,7 +198,7 @@ def test_code_that_a_recipe_names_needs_leave(own: Any, settings: dict):
 
 
 @pytest.mark.parametrize("minimum, message", [(0, "ZeroDivisionError"), (95, "expected a result for each of 5")])
-def test_the_failure_of_a_stage_is_reported(tmp_path, own: Any, minimum: int, message: str):
+def test_the_failure_of_a_stage_is_reported(tmp_path, own: Any, minimum, message):
     table = {"shout": {"use": "my_own:Shout", "minimum": minimum}}
     with pytest.raises(PrepareError, match=rf"in\.jsonl:1: stage shout.*{message}"):
         run(tmp_path, recipe=load_recipe(settings=table, allow_code=True))

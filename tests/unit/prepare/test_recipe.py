@@ -11,7 +11,7 @@ from forebay.units import parse_size
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_shipped_recipe_reads_back_from_its_settings(name: str):
+def test_a_shipped_recipe_reads_back_from_its_settings(name):
     recipe = load_recipe(name)
     assert not recipe.name and recipe.tokenize.tokenizer
 
@@ -58,7 +58,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path):
         ("a = " + "[" * 100_000, "1: expected TOML: "),
     ],
 )
-def test_a_wrong_setting_is_reported_with_its_file(tmp_path, toml: str, message: str):
+def test_a_wrong_setting_is_reported_with_its_file(tmp_path, toml, message):
     path = tmp_path / "r.toml"
     path.write_text(toml)
     with pytest.raises(UsageError) as caught:

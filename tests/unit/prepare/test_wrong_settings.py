@@ -1,7 +1,6 @@
 """Settings of stages and of deduplication that cannot be: each is named."""
 
 import math
-from typing import Any
 
 import pytest
 
@@ -101,6 +100,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind, settings, message", [(kind, *case) for kind, cases in WRONG.items() for case in cases])
-def test_a_setting_that_cannot_be_is_named(kind: type, settings: dict[str, Any], message: str):
+def test_a_setting_that_cannot_be_is_named(kind, settings, message):
     with pytest.raises(UsageError, match=f"^{message}"):
         kind(**settings)

@@ -66,13 +66,13 @@ ALL = [
 
 
 @pytest.mark.parametrize("name, files", ALL)
-def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: list[str]):
+def test_every_row_in_the_order_of_the_files(hub: HubServer, name, files):
     expected = on_disk(hub.directory / "datasets" / "/".join(name.partition(":")[0].split("/")[:2]), *files)
     assert texts(f"hf:{name}") == expected and len(expected) > 30
 
 
 @pytest.mark.parametrize("min_share_bytes", [1, 1 << 20])
-def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch, min_share_bytes: int):
+def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch, min_share_bytes):
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
     for name in ("HuggingFaceFW/fineweb-edu/sample-10BT", "EleutherAI/pile"):
         records, expected = records_of(f"hf:{name}", ReadOptions()), sorted(texts(f"hf:{name}"))
@@ -99,7 +99,7 @@ def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(hub: HubServer, tmp
 @pytest.mark.parametrize(
     "faults", [{"drop": 0.3}, {"truncate": 0.5}, {"throttle": 4}, {"broken": 4}, {"expired": 1}], ids=str
 )
-def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict):
+def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults):
     vars(hub.faults).update(faults)
     for name, files in ALL[2:4]:
         repo = hub.directory / "datasets" / "/".join(name.split("/")[:2])
@@ -135,7 +135,7 @@ def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch):
     [("my-dataset", "a full path, OWNER/NAME, or a short name"), ("no/such", "a full path, OWNER/NAME such as")],
 )
 @pytest.mark.parametrize("token, private", [("", " If it is private, set HF_TOKEN."), (TOKEN, "")])
-def test_a_name_that_nothing_has(hub: HubServer, monkeypatch, name: str, advice: str, token: str, private: str):
+def test_a_name_that_nothing_has(hub: HubServer, monkeypatch, name, advice, token, private):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(
         FileNotFoundError, match=f"^Dataset '{name}' not found.*{advice}.*Check the spelling.{private}$"

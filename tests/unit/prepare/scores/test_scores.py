@@ -136,7 +136,7 @@ def test_shares_of_a_column_over_several_files(source: Path):
     st.lists(st.floats(0, 100), min_size=1, max_size=4),
     st.integers(1, 4),
 )
-def test_percentiles_are_exact(values: list[float], percentiles: list[float], parts: int):
+def test_percentiles_are_exact(values, percentiles, parts):
     def count(function, tasks):
         return [function(task, 0) for task in tasks]
 

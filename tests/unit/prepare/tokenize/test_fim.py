@@ -32,7 +32,7 @@ def encode(path: Path, folder: Path, texts: list[str], **fields: object) -> tupl
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 1.0]))
-def test_parts_make_the_document(tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float):
+def test_parts_make_the_document(tokenizer: Path, tmp_path_factory, texts, spm_rate):
     documents, counts = encode(tokenizer, tmp_path_factory.mktemp("x"), texts, rate=1, spm_rate=spm_rate)
     model = Tokenizer.from_file(str(tokenizer))
     prefix, suffix, middle = NAMES
