@@ -253,7 +253,7 @@ def test_an_unsupported_operation_is_a_usage_error(name):
 
 
 @pytest.mark.parametrize("name", format_names())
-def test_it_is_detected_by_content_or_suffix(name, samples: dict[str, Sample], tmp_path):
+def test_it_is_detected_by_content_or_suffix(name, samples, tmp_path):
     path = samples[name].write(tmp_path / "a")
     if path.is_dir():
         expected = [] if name in ("megatron", "shards") else [name]
@@ -309,7 +309,7 @@ def read_all(path: Path, name: str, sample: Sample) -> Iterator[tuple[str, Any]]
 
 
 @pytest.mark.parametrize("name", format_names())
-def test_a_sound_file_is_read_and_an_empty_one_has_no_content(name, samples: dict[str, Sample], tmp_path):
+def test_a_sound_file_is_read_and_an_empty_one_has_no_content(name, samples, tmp_path):
     sample = samples[name]
     got = dict(read_all(sample.write(tmp_path / "a"), name, sample))
     rows_of_tokens = ("open_rows",) if name == "forebay" else ()
@@ -340,7 +340,7 @@ def damaged(data: bytes, step: int, is_cut: bool) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "flipped"])
 @pytest.mark.parametrize("name", format_names())
-def test_damage_never_crashes(name, is_cut, samples: dict[str, Sample], tmp_path):
+def test_damage_never_crashes(name, is_cut, samples, tmp_path):
     """A file that ends anywhere, or has one bit flipped: a ForebayError, a problem, or (where nothing tells) data."""
     sample = samples[name]
     sound = dict(read_all(sample.write(tmp_path / "a"), name, sample))
@@ -355,7 +355,7 @@ def test_damage_never_crashes(name, is_cut, samples: dict[str, Sample], tmp_path
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_header_may_claim_anything(name, samples: dict[str, Sample], tmp_path):
+def test_a_header_may_claim_anything(name, samples, tmp_path):
     """Sizes of terabytes in the header take no memory."""
     sample = samples[name]
     path, got = sample.write(tmp_path / "a", sample.hostile), {}

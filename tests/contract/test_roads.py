@@ -76,7 +76,7 @@ def serve(directory: Path, stack: ExitStack, folders: Mapping[str, str]) -> dict
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_a_road_keeps_its_promises(folder: Path, origin, case, tmp_path, monkeypatch):
+def test_a_road_keeps_its_promises(folder, origin, case, tmp_path, monkeypatch):
     spec, world = CASES[case], ORIGINS[origin]
     names = spec.get("names", ["set"])
     expected = [reference(name, spec.get("packing", "concat"), **spec.get("documents", {})) for name in names]

@@ -48,7 +48,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dataset(corpus: Path) -> Path:
+def dataset(corpus) -> Path:
     out = corpus.parent / "dataset"
     last_json(forebay("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--json"))
     return out
@@ -121,7 +121,7 @@ def test_zsh_takes_the_completion_of_bash():
     assert script == "autoload -U +X bashcompinit && bashcompinit\n" + completion(make_parser(), "bash")
 
 
-def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path):
+def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus, tmp_path):
     with small_disk(tmp_path / "small", 20_000) as small:
         arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
         assert_one_line(forebay(*arguments), "disk")
@@ -147,7 +147,7 @@ def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt):
     assert (done.returncode, done.stderr) == (130, "forebay: interrupted\n")
 
 
-def test_ctrl_c_after_the_result_is_no_failure(dataset: Path):
+def test_ctrl_c_after_the_result_is_no_failure(dataset):
     for _ in range(4):
         command = [sys.executable, "-m", "forebay", "inspect", str(dataset), "--json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -118,7 +118,7 @@ def urls(tmp_path) -> Iterator[dict[str, str | Path]]:
 
 
 @pytest.mark.parametrize("kind", ["local", "cached", "ram"])
-def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp_path, kind):
+def test_open_files_do_not_grow_with_the_slices(urls, tmp_path, kind):
     options = {
         "local": {},
         "cached": {"cache_dir": tmp_path / "cache"},

@@ -70,7 +70,7 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(server:
     assert sent == {f"{path.relative_to(server.directory)}": path.stat().st_size for path in slice_paths(server)}
 
 
-def test_memory_keeps_slices_between_loaders(server: OriginServer, memory: Path):
+def test_memory_keeps_slices_between_loaders(server: OriginServer, memory):
     epoch_two(server, 0, "ram")
     sent = sum(server.bytes_sent.values())
     assert any(path.is_file() for path in memory.iterdir())

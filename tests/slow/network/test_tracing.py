@@ -66,7 +66,7 @@ def attributes(span: Any) -> dict:
     return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
 
 
-def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver: tuple[str, list], tmp_path, start: Start):
+def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver, tmp_path, start: Start):
     url, spans = receiver
     listen = ("--listen", f"{HOST}:0", "--json")
     host, port = start("dht", *listen).ready()["address"].split(":")

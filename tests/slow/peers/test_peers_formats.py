@@ -47,7 +47,7 @@ def theirs() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_every_document_that_they_wrote_is_read(theirs: Path):
+def test_every_document_that_they_wrote_is_read(theirs):
     result = sorted(path for path in theirs.glob("*/*") if path.is_dir())
     assert result
     for path in result:

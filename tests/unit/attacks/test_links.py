@@ -42,7 +42,7 @@ def original(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def data(tmp_path, original: Path) -> Path:
+def data(tmp_path, original) -> Path:
     return Path(shutil.copytree(original, tmp_path / "data"))
 
 

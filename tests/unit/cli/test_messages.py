@@ -55,7 +55,7 @@ def assert_one_line(capsys: Printed, arguments: list[object], *words: str):
         assert word in lines[0]
 
 
-def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp_path, capsys):
+def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus, tmp_path, capsys):
     out, ids = tmp_path / "d", tmp_path / "ids"
     prepare = ("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--workers", 1)
     summary = report(capsys, *prepare, "--write-ids", ids)
@@ -77,7 +77,7 @@ def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp
     assert verified["ok"] is False and len(verified["bad"]) == 1 and slices[1].name in verified["bad"][0]
 
 
-def test_roles_names_and_keys_of_a_network(node: Path, tmp_path, capsys):
+def test_roles_names_and_keys_of_a_network(node, tmp_path, capsys):
     """A role is given explicitly, a network has the name of its directory, and no key is overwritten."""
     net, key = tmp_path / "net", (node / "node-key.pem").read_bytes()
     assert_one_line(capsys, ["network", "join", net, tmp_path / "bob", "--name", "bob"], "--role")

@@ -228,7 +228,7 @@ def names_below(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("failing", [{1}, {2}, {2, 3}])
-def test_each_rename_may_fail_and_the_old_output_stays(folder: Path, failing, monkeypatch):
+def test_each_rename_may_fail_and_the_old_output_stays(folder, failing, monkeypatch):
     real, calls = Path.rename, []
 
     def rename(self, target):

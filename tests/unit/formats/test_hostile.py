@@ -56,7 +56,7 @@ def refused(command: list[str]):
     assert main(command) == 1, command
 
 
-def test_small_files_do_not_take_their_claimed_memory(tmp_path, zeros: bytes, capsys):
+def test_small_files_do_not_take_their_claimed_memory(tmp_path, zeros, capsys):
     packed = pa.compress(bytes(1 << 20), "brotli", asbytes=True)
     makes = {
         "mds": lambda path: mds(path, zeros, "zstd"),

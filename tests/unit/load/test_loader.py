@@ -31,7 +31,7 @@ def tokens_dir(tmp_path_factory) -> Path:
     return folder
 
 
-def test_an_order_is_that_of_its_seed_and_epoch_or_of_the_dataset(tokens_dir: Path):
+def test_an_order_is_that_of_its_seed_and_epoch_or_of_the_dataset(tokens_dir):
     def epochs(**arguments):
         loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, epochs=2, **arguments)
         assert len(loader) == 2 * loader.order.steps_per_epoch == 22 and loader.tail_tokens == sum(LENGTHS) - 54 * 8
@@ -81,7 +81,7 @@ def loader_threads() -> set[threading.Thread]:
         {"batch_size": None, "global_batch_size": 6, "rank": 0, "world_size": 7},
     ],
 )
-def test_wrong_arguments(tokens_dir: Path, wrong):
+def test_wrong_arguments(tokens_dir, wrong):
     arguments = {"seq_len": SEQ_LEN, "batch_size": 2, **wrong}
     with pytest.raises(UsageError):
         Loader(tokens_dir, **arguments)
@@ -111,7 +111,7 @@ def test_wrong_options_are_refused_when_they_are_made(kind, wrong):
         kind(**wrong)
 
 
-def test_state_of_something_else(tokens_dir: Path):
+def test_state_of_something_else(tokens_dir):
     loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
     state = loader.state_dict()
     for name, value in {
@@ -180,6 +180,6 @@ def test_rows_of_different_lengths_are_padded_and_masked(tmp_path):
         assert row == [*rows[sample], *[3] * (9 - len(rows[sample]))]
 
 
-def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path):
+def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir):
     with pytest.raises(UsageError, match="expected at most this machine's memory"):
         Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache="ram", cache_bytes=10**14)

@@ -45,7 +45,7 @@ def sample_keys(loader: Iterable, num_batches: int | None = None) -> list[list[t
     return [list(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist())) for batch in islice(loader, num_batches)]
 
 
-def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str, Path]):
+def test_weights_may_change_later_than_a_state_but_not_before(folders):
     def loader(changes):
         return Loader(Mixture(folders, changes), seq_len=SEQ_LEN, batch_size=8, steps=40)
 
@@ -68,7 +68,7 @@ def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str,
         Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8).load_state_dict(state)
 
 
-def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders: dict[str, Path]):
+def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders):
     """Another order of the names is another order of the samples, also where all weights are equal."""
     loaders = [
         Loader(Mixture({name: folders[name] for name in names}, dict.fromkeys(names, 1)), seq_len=SEQ_LEN, batch_size=7)
@@ -78,7 +78,7 @@ def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders: dict[st
         loaders[1].load_state_dict(loaders[0].state_dict())
 
 
-def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path):
+def test_a_mixture_in_a_file(folders, tmp_path):
     path = tmp_path / "mix.toml"
     path.write_text(
         f'[datasets]\nweb = "{folders["web"]}"\nbooks = "{folders["books"]}"\n'
@@ -108,7 +108,7 @@ def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path):
         {"datasets": ["a", "b"]},
     ],
 )
-def test_wrong_mixtures(folders: dict[str, Path], wrong):
+def test_wrong_mixtures(folders, wrong):
     with pytest.raises(UsageError, match=r"mixture|weights"):
         Mixture(**{"datasets": folders, "weights": {"web": 1.0}, **wrong})
 
@@ -156,7 +156,7 @@ def test_datasets_of_a_mixture_agree_in_what_they_record(recorded, differing, tm
             assert loader.vocab_size == (9 if "9" in recorded else 0)
 
 
-def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]):
+def test_filters_of_a_mixture_are_by_name(folders):
     mixture = Mixture(folders, {"web": 1, "books": 1})
     gone = DocumentSubset(exclude=np.array([0, 1]))
     arguments = {"dataset": mixture, "seq_len": SEQ_LEN, "batch_size": 8, "steps": 40}
@@ -172,7 +172,7 @@ def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]):
         Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8, samples=SampleOptions(documents={"web": gone}))
 
 
-def test_pickling_carries_arguments_and_state(folders: dict[str, Path]):
+def test_pickling_carries_arguments_and_state(folders):
     loader = Loader(folders["web"], seq_len=SEQ_LEN, batch_size=7, seed=2)
     sample_keys(loader, 4)
     other = pickle.loads(pickle.dumps(loader))

@@ -47,7 +47,7 @@ def bucket() -> Path:
 
 
 @pytest.fixture
-def own_bucket(bucket: Path, tmp_path) -> Path:
+def own_bucket(bucket, tmp_path) -> Path:
     """A copy that may be damaged."""
     return shutil.copytree(bucket, tmp_path / "own")
 

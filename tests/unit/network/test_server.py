@@ -71,7 +71,7 @@ def handler(tmp_path) -> Iterator[Handler]:
 
 
 @pytest.fixture
-def server(handler: Handler, make_identity) -> Iterator[Server]:
+def server(handler, make_identity) -> Iterator[Server]:
     with serve(make_identity("server"), handler, on_bytes=lambda *sent: handler.sent.append(sent)) as server:
         yield server
 

@@ -52,7 +52,7 @@ def skipped(out: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("to", ["dataset", "parquet"])
-def test_a_bad_file_is_set_aside(everyday: Path, tmp_path, to):
+def test_a_bad_file_is_set_aside(everyday, tmp_path, to):
     out, messages = tmp_path / "out", list[str]()
     result = prepare(everyday, out, to=to, on_message=messages.append, settings=LENIENT)
     assert (result.documents_out, result.documents_in) == (62, 63)
@@ -254,7 +254,7 @@ def stop_in_stage(stage: str) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize("settings", [{"slice": {"shuffle": True}}, {"sample": 0.5}])
-def test_the_same_content_is_the_same_dataset(tmp_path, corpus: Path, settings):
+def test_the_same_content_is_the_same_dataset(tmp_path, corpus, settings):
     """Wherever it and the evaluation sets are, whenever they were written; with other sets it is another one."""
     exam = write_jsonl(corpus.parent / "exam.jsonl", ["Not one document of the corpus has these words of a question."])
     first = prepare(corpus, tmp_path / "one/d", settings={**settings, "decontaminate": {"sets": [str(exam)]}})
@@ -270,7 +270,7 @@ def test_the_same_content_is_the_same_dataset(tmp_path, corpus: Path, settings):
     assert str(tmp_path).encode() not in (tmp_path / "one/d/manifest.json").read_bytes()
 
 
-def test_a_file_that_changed_between_runs_is_read_again(tmp_path, corpus: Path):
+def test_a_file_that_changed_between_runs_is_read_again(tmp_path, corpus):
     with pytest.raises(KeyboardInterrupt):
         prepare(corpus, tmp_path / "d", on_progress=stop_in_stage("encode"))
     data = (corpus / "a.jsonl").read_text()
@@ -284,7 +284,7 @@ def test_a_file_that_changed_between_runs_is_read_again(tmp_path, corpus: Path):
         prepare(corpus, tmp_path / "d")
 
 
-def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path, corpus: Path):
+def test_a_dataset_of_other_versions_is_kept_and_reported(tmp_path, corpus):
     first = prepare(corpus, tmp_path / "d", to="parquet")
     fields = json.loads((tmp_path / "d/text.json").read_bytes())
     fields["lineage"]["versions"]["pyarrow"] = "0.1"
