@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forebay.cli import make_parser
 from forebay.cli.parser import completion
-from support.feeding import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,32 +23,14 @@ def forebay(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run("-m", "forebay", *arguments)
 
 
-def last_json(done: subprocess.CompletedProcess[str]) -> Any:
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = (f"Document {i}. " + "mill race " * 40 for i in range(60))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    out = folder / "dataset"
+    done = forebay("prepare", folder / "texts.jsonl", "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def assert_one_line(done: subprocess.CompletedProcess[str], *words: str):
-    """A failure is one line that names the thing, with no traceback."""
-    assert done.returncode not in (0, -9), done.stdout
-    assert "Traceback" not in done.stderr, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("forebay: ")]
-    assert len(lines) == 1, done.stderr
-    for word in words:
-        assert word in lines[0], lines[0]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"Document {i}. " + "mill race " * 40}) + "\n" for i in range(60)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def dataset(corpus) -> Path:
-    out = corpus.parent / "dataset"
-    last_json(forebay("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--json"))
     return out
 
 
@@ -119,15 +99,6 @@ def completed(shell: str, typed: str) -> list[str]:
 def test_zsh_takes_the_completion_of_bash():
     script = completion(make_parser(), "zsh")
     assert script == "autoload -U +X bashcompinit && bashcompinit\n" + completion(make_parser(), "bash")
-
-
-def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus, tmp_path):
-    with small_disk(tmp_path / "small", 20_000) as small:
-        arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
-        assert_one_line(forebay(*arguments), "disk")
-        assert not (small / "d" / "manifest.json").exists()
-        subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
-        assert forebay(*arguments).returncode == 0
 
 
 @pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "Destroyed(); time.sleep(600)"])

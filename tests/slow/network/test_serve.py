@@ -62,18 +62,6 @@ def test_names_that_are_not_served_and_paths_that_climb(node, client: Client, da
     assert client.request_json(node.address, "GET", "/v1/status")[0]["datasets"][0]["id"] == dataset.id
 
 
-def test_a_lost_or_changed_file_is_not_handed_out(node, client: Client, dataset):
-    path = dataset.slice_path(1)
-    with path.open("r+b") as file:  # As many bytes as before, and others.
-        file.seek(-2, 2)
-        file.write(b"\xff\xff")
-    for code in ("slice_changed", "unknown_slice"):
-        with pytest.raises(RemoteError, match=rf"refused with \d+ {code}"):
-            client.get_bytes(node.address, f"/v1/slices/{dataset.table.row(1).sha256}", 1 << 24)
-        path.unlink(missing_ok=True)
-    assert client.get_bytes(node.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 24)
-
-
 def test_stop_finishes_the_download_in_flight(tmp_path, make_identity, client: Client, monkeypatch):
     big = make_dataset(tmp_path / "big", 2, 32_000_000)  # 64 MB: more than the sockets' buffers hold
     row, node = big.table.row(0), DataNode(make_identity("data"), [big], HOST, 0, None)

@@ -153,5 +153,3 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world, tmp
             scheduler.start()
         scheduler.stop()
         assert all(item.id in str(refused.value) for item in both)
-    with pytest.raises(UsageError, match="each dataset once"):
-        DataNode(identity, [both[0], both[0]], HOST, 0, None)

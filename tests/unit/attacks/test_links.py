@@ -87,7 +87,7 @@ def test_a_directory_of_slices_that_is_a_link(data, tmp_path):
     assert not verify_dataset(data).ok
 
 
-def test_verify_and_import_name_links(data, tmp_path):
+def test_verify_and_import_name_links(data):
     make_link(data, SLICE)
     assert verify_dataset(data).changed == [SLICE]
     for name in (MANIFEST_FILE, "slices.parquet"):

@@ -87,7 +87,6 @@ def test_roles_names_and_keys_of_a_network(node, tmp_path, capsys):
     other = ["inspect", "forebay://other/nothing", "--identity", node]
     assert_one_line(capsys, other, "expected an identity in the network 'other'", "forebay://net/nothing")
     assert_one_line(capsys, ["network", "join", net, node, "--name", "mallory", "--role", "all"], "alice")
-    assert_one_line(capsys, ["network", "init", net], "net")
     assert (node / "node-key.pem").read_bytes() == key
     assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
     before = report(capsys, "network", "show", node)

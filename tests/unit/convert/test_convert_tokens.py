@@ -151,8 +151,6 @@ def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path):
     for position in (out, tmp_path):
         with pytest.raises(UsageError, match="another path"):
             convert(out, position, "ds", ConvertOptions(input_dtype="uint32"), force=True)
-    with pytest.raises(UsageError, match="--to: expected one of"):
-        convert(FOREIGN / "arrow", tmp_path / "x", "pickle", SMALL)
 
 
 def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path, monkeypatch):

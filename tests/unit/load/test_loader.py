@@ -52,8 +52,6 @@ def loader_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"seq_len": None},
-        {"batch_size": None},
         {"batch_size": 0},
         {"global_batch_size": 4},
         {"rank": 1},
@@ -67,14 +65,11 @@ def loader_threads() -> set[threading.Thread]:
         {"cache": "tape"},
         {"cache": "ram", "cache_dir": "x"},
         {"cache_dir": "ram"},
-        {"order": {"lanes": 3}},
-        {"packing": "fit"},
         {"cache_bytes": -1},
         {"cache_bytes": 1 << 30},
         {"shuffle": "no"},
         {"split": "train", "samples": SampleOptions(validation_fraction=2.0)},
         {"samples": SampleOptions(validation_fraction=0.1)},
-        {"split": "test"},
         {"global_batch_size": [(0, 4)], "batch_size": 4},
         {"seq_len": 10_000},
         {"network": NetworkOptions(listen="auto")},

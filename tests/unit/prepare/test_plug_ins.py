@@ -208,8 +208,6 @@ def test_an_engine(tmp_path, own):
     engine = own.Counting()
     assert run(tmp_path, engine=engine).id == run(tmp_path, "x/out", engine="counting").id
     assert engine.tasks == 7 and run(tmp_path, "y/out", engine="my_own:Counting").documents_out == 5
-    with pytest.raises(UsageError, match=r"engine: expected one of local, ray, .*got 'none'"):
-        run(tmp_path, "z", engine="none")
 
 
 def test_a_source(tmp_path, own):

@@ -176,14 +176,11 @@ def test_wrong_arguments():
 
 def test_wrong_inputs(tmp_path):
     for inputs, message in (
-        (str(tmp_path / "*.jsonl"), "files that match"),
         (iter(TEXTS), "iterator"),
         (7, "iterable"),
     ):
         with pytest.raises(UsageError, match=message):
             stream(inputs)
-    with pytest.raises(PrepareError, match="does not exist"):
-        stream(tmp_path / "none.jsonl")
     page = tmp_path / "page.html"
     page.write_text("<!doctype html><html><body>Hello</body></html>")
     with pytest.raises(DatasetError, match="HTML"):
