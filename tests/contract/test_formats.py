@@ -242,7 +242,7 @@ def samples(tmp_path_factory) -> dict[str, Sample]:
 
 
 @pytest.mark.parametrize("name", format_names())
-def test_an_unsupported_operation_is_a_usage_error(name: str):
+def test_an_unsupported_operation_is_a_usage_error(name):
     entry = get_format(name)
     assert entry.name == name
     for operation in (*OPERATIONS, "write_tokens", "write_rows"):
@@ -253,7 +253,7 @@ def test_an_unsupported_operation_is_a_usage_error(name: str):
 
 
 @pytest.mark.parametrize("name", format_names())
-def test_it_is_detected_by_content_or_suffix(name: str, samples: dict[str, Sample], tmp_path):
+def test_it_is_detected_by_content_or_suffix(name, samples, tmp_path):
     path = samples[name].write(tmp_path / "a")
     if path.is_dir():
         expected = [] if name in ("megatron", "shards") else [name]
@@ -309,7 +309,7 @@ def read_all(path: Path, name: str, sample: Sample) -> Iterator[tuple[str, Any]]
 
 
 @pytest.mark.parametrize("name", format_names())
-def test_a_sound_file_is_read_and_an_empty_one_has_no_content(name: str, samples: dict[str, Sample], tmp_path):
+def test_a_sound_file_is_read_and_an_empty_one_has_no_content(name, samples, tmp_path):
     sample = samples[name]
     got = dict(read_all(sample.write(tmp_path / "a"), name, sample))
     rows_of_tokens = ("open_rows",) if name == "forebay" else ()
@@ -340,7 +340,7 @@ def damaged(data: bytes, step: int, is_cut: bool) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "flipped"])
 @pytest.mark.parametrize("name", format_names())
-def test_damage_never_crashes(name: str, is_cut: bool, samples: dict[str, Sample], tmp_path):
+def test_damage_never_crashes(name, is_cut, samples, tmp_path):
     """A file that ends anywhere, or has one bit flipped: a ForebayError, a problem, or (where nothing tells) data."""
     sample = samples[name]
     sound = dict(read_all(sample.write(tmp_path / "a"), name, sample))
@@ -355,7 +355,7 @@ def test_damage_never_crashes(name: str, is_cut: bool, samples: dict[str, Sample
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_header_may_claim_anything(name: str, samples: dict[str, Sample], tmp_path):
+def test_a_header_may_claim_anything(name, samples, tmp_path):
     """Sizes of terabytes in the header take no memory."""
     sample = samples[name]
     path, got = sample.write(tmp_path / "a", sample.hostile), {}
@@ -403,7 +403,7 @@ def flat(values: list) -> list:
 @pytest.mark.parametrize(
     "name, compress", [(name, codec) for name in names_with("write_rows") for codec in ("", *CODECS.get(name, ()))]
 )
-def test_every_column_comes_back_from_every_format(name: str, compress: str, tmp_path):
+def test_every_column_comes_back_from_every_format(name, compress, tmp_path):
     """By value, with the same bytes each time; some columns packed; `prepare` reads the same texts."""
     chosen = ("text", "int64", "words") if compress else COLUMNS.keys() - REFUSED[name].keys()
     columns = {key: values for key, values in COLUMNS.items() if key in chosen}
@@ -427,7 +427,7 @@ def test_every_column_comes_back_from_every_format(name: str, compress: str, tmp
 
 
 @pytest.mark.parametrize("name", names_with("write_rows"))
-def test_a_column_that_a_format_cannot_hold_is_refused(name: str, tmp_path):
+def test_a_column_that_a_format_cannot_hold_is_refused(name, tmp_path):
     for refused, message in REFUSED[name].items():
         with pytest.raises((UsageError, DatasetError), match=message):
             convert(made_table({refused: COLUMNS[refused]}), tmp_path / "out", name, ConvertOptions())
@@ -436,7 +436,7 @@ def test_a_column_that_a_format_cannot_hold_is_refused(name: str, tmp_path):
 
 @pytest.mark.parametrize("source", ["megatron_u16", "mds_raw", "arrow"])
 @pytest.mark.parametrize("name", sorted({*names_with("write_tokens")} - {"shards"}))
-def test_tokens_come_back_with_their_documents(name: str, source: str, tmp_path):
+def test_tokens_come_back_with_their_documents(name, source, tmp_path):
     """From three datasets of other libraries; `bin` and `ds` have no documents."""
     has_documents = name not in ("bin", "ds")
     expected = DOCUMENTS if has_documents else [STREAM.tolist()]

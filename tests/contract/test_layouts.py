@@ -56,7 +56,7 @@ def outcome(source: Path, **options: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("columns", ["input_ids", "tokens", "ragged", "ragged text", *ROWS])
-def test_a_table_has_one_outcome_in_every_container(columns: str, tmp_path):
+def test_a_table_has_one_outcome_in_every_container(columns, tmp_path):
     """Converted, padded, the tokens alone; in place and for `doctor`."""
     names, is_rows = columns.replace("ragged", "input_ids").split(), columns in ROWS
     table = pa.table({name: TEXT if name == "text" else VALUES[name].tolist() for name in names})
@@ -106,7 +106,7 @@ def test_a_folder_of_splits_is_named(tmp_path):
 @pytest.mark.parametrize(
     "names, got", [("ba", ""), ("aa", "once, got a difference in a: int64"), ("b", "got a difference in a")]
 )
-def test_files_have_the_same_columns_in_any_order(names: str, got: str, tmp_path):
+def test_files_have_the_same_columns_in_any_order(names, got, tmp_path):
     for file, columns in enumerate(("ab", names)):
         table = pa.Table.from_arrays([pa.array([ord(name)]) for name in columns], [*columns])
         pa.parquet.write_table(table, tmp_path / f"{file}.parquet")

@@ -60,7 +60,7 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_a_certificate_is_recorded(way: str, network_dir, tmp_path):
+def test_every_way_to_a_certificate_is_recorded(way, network_dir, tmp_path):
     org, scope = tmp_path / "org", Scope(frozenset({"worker", "data"}), ("c4-*",))
     pki.create_organisation(network_dir, org, "acme", scope)
     pki.renew_organisation(network_dir, org, valid_days=9.0)
@@ -135,7 +135,7 @@ STARTS: dict[str, tuple[str, Callable[[Identity, Dataset], object]]] = {
 
 
 @pytest.mark.parametrize("what", STARTS)
-def test_a_role_is_asked_for_where_it_starts(what: str, network_dir, tmp_path, capsys):
+def test_a_role_is_asked_for_where_it_starts(what, network_dir, tmp_path, capsys):
     (role, start), dataset = STARTS[what], make_dataset(tmp_path / "data", 2, 40)
     nodes = [issue(network_dir, "wrong", *(ROLES - {role, "admin"}))]
     if what in ("serve", "scheduler", "worker"):
@@ -207,7 +207,7 @@ def test_every_route_is_for_its_roles(tmp_path):
 
 @pytest.mark.usefixtures("changes_at_once")
 @pytest.mark.parametrize("by", ["network", "acme"])
-def test_a_revoked_member_loses_its_leases_and_its_rank_at_once_and_is_told_why(by: str, tmp_path):
+def test_a_revoked_member_loses_its_leases_and_its_rank_at_once_and_is_told_why(by, tmp_path):
     with ExitStack() as stack:
         network = Network(tmp_path, stack)
         pki.create_organisation(tmp_path / "network", tmp_path / "acme", "acme")

@@ -177,7 +177,7 @@ def world(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("command, line, code", COMMANDS)
-def test_a_wrong_command_is_answered_in_one_line(command: str, line: str, code: int, world: Path, capsys):
+def test_a_wrong_command_is_answered_in_one_line(command, line, code, world, capsys):
     words = [os.fspath(word) for word in shlex.split(command.replace("{b}", "--tokenizer bytes --workers 1"))]
     try:
         status = main(words)
@@ -190,13 +190,13 @@ def test_a_wrong_command_is_answered_in_one_line(command: str, line: str, code: 
 
 
 @pytest.mark.parametrize("call, line", CALLS)
-def test_a_wrong_call_is_named(call, line: str, world: Path):
+def test_a_wrong_call_is_named(call, line, world):
     with pytest.raises((forebay.ForebayError, TypeError)) as error:
         call()
     assert line in str(error.value)
 
 
-def test_first_guesses_are_taken(world: Path):
+def test_first_guesses_are_taken(world):
     vocabulary = {"[UNK]": 0, "mill": 1, "race": 2, "<|endoftext|>": 3}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -219,7 +219,7 @@ def test_first_guesses_are_taken(world: Path):
     assert len(Loader("ds", **B, split="validation", samples=split)) > 0
 
 
-def test_a_full_disk_is_the_cause_that_a_cache_names(world: Path, monkeypatch):
+def test_a_full_disk_is_the_cause_that_a_cache_names(world, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 12_000, 12_000))
     with pytest.raises(forebay.ForebayError, match=r"expected .* of free space for .*cache, .*got 12 kB.*Make room"):
         Loader("ds", **B, cache_dir=world / "cache")

@@ -132,7 +132,7 @@ def check_shares(source: Source, workers: list[list[Line]]):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", SOURCES)
-def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster: LocalCluster, name: str, case: str):
+def test_an_epoch_has_each_sample_once_as_the_reference_has_it(cluster, name, case):
     source = make(cluster, name, case)
     if (name, case) in REFUSED:
         with pytest.raises(UsageError, match=REFUSED[name, case]):
@@ -230,9 +230,7 @@ OWNED = {
 
 
 @pytest.mark.parametrize("name, refused", [("lease", LEASED), ("owned", OWNED)])
-def test_what_a_source_cannot_have_is_refused_when_the_loader_is_made(
-    cluster: LocalCluster, name: str, refused: dict[str, dict]
-):
+def test_what_a_source_cannot_have_is_refused_when_the_loader_is_made(cluster, name, refused):
     spec = make(cluster, name, "epochs" if name == "owned" else "masks").loader(0)
     for message, wrong in refused.items():
         if wrong.get("dataset") == "DIRECTORY":
@@ -260,7 +258,7 @@ def lines_of(batches: Any) -> list[Line]:
 
 @pytest.mark.parametrize("case", ["filter_best_fit", "rows"])
 @pytest.mark.parametrize("name", ["static", "owned"])
-def test_a_state_of_any_batch_resumes_with_the_next_one(cluster: LocalCluster, name: str, case: str):
+def test_a_state_of_any_batch_resumes_with_the_next_one(cluster, name, case):
     """Over the end of an epoch, with batches made ahead by a thread, too."""
     spec = {**make(cluster, name, case).loader(1), "epochs": 2}
 
@@ -278,7 +276,7 @@ def test_a_state_of_any_batch_resumes_with_the_next_one(cluster: LocalCluster, n
 
 
 @pytest.mark.parametrize("case", ["masks", "mixture"])
-def test_a_state_resumes_on_any_world_size(cluster: LocalCluster, case: str):
+def test_a_state_resumes_on_any_world_size(cluster, case):
     """As a coordinator's next generation does: ranks of another number go on with the same global batches."""
     source = Static(cluster, CASES[case])
     source.num_workers = 1
@@ -301,7 +299,7 @@ def test_a_state_resumes_on_any_world_size(cluster: LocalCluster, case: str):
     assert seen == expected
 
 
-def test_a_lease_loader_resumes_with_what_is_not_committed(cluster: LocalCluster):
+def test_a_lease_loader_resumes_with_what_is_not_committed(cluster):
     """Wherever it stops, committed batches never come again, and all others do."""
     source = make(cluster, "lease", "masks")
     assert isinstance(source, Leased)

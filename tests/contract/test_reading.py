@@ -198,7 +198,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_documents_absences_and_rejects(tmp_path, case: str):
+def test_documents_absences_and_rejects(tmp_path, case):
     """`~` is an absence, `!…` a reject whose reason has these words, anything else the text of a document."""
     (name, *settings), (data, words) = case.split(" "), CASES[case]
     path = tmp_path / name
@@ -260,7 +260,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("encoding, text", [(name, t) for names, t in TEXTS.items() for name in names.split()])
-def test_an_encoding_without_a_label(tmp_path, encoding: str, text: str):
+def test_an_encoding_without_a_label(tmp_path, encoding, text):
     """As text, and in the lines and lists of tables, packed and not."""
     text = f"{text}.\n" * 2
     row = json.dumps({"text": text}, ensure_ascii=False)

@@ -76,7 +76,7 @@ def serve(directory: Path, stack: ExitStack, folders: Mapping[str, str]) -> dict
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_a_road_keeps_its_promises(folder: Path, origin: str, case: str, tmp_path, monkeypatch):
+def test_a_road_keeps_its_promises(folder, origin, case, tmp_path, monkeypatch):
     spec, world = CASES[case], ORIGINS[origin]
     names = spec.get("names", ["set"])
     expected = [reference(name, spec.get("packing", "concat"), **spec.get("documents", {})) for name in names]
@@ -127,7 +127,7 @@ def test_a_road_keeps_its_promises(folder: Path, origin: str, case: str, tmp_pat
 
 
 @pytest.mark.parametrize("origin", [origin for origin in ORIGINS if ORIGINS[origin] == 1 and origin != "cached"])
-def test_a_dataset_without_documents_is_copied(origin: str, tmp_path, monkeypatch):
+def test_a_dataset_without_documents_is_copied(origin, tmp_path, monkeypatch):
     """Its file of lengths is empty, so that a server refuses a request for the first byte."""
     source = tmp_path / "served/set"
     source.mkdir(parents=True)

@@ -96,7 +96,7 @@ def test_every_table_of_a_recipe_is_here():
 
 
 @pytest.mark.parametrize("stage, _", CASES)
-def test_is_plain_data_and_adds_no_row(stage: Stage, _: Callable):
+def test_is_plain_data_and_adds_no_row(stage, _):
     assert pickle.loads(pickle.dumps(stage)) == stage and hash(stage) == hash(stage)
     assert dataclasses.is_dataclass(stage) and stage.version
     assert all(Path(file).is_file() for file in stage.files())
@@ -134,7 +134,7 @@ def texts(batch):
 
 @pytest.mark.parametrize("stage, holds", CASES)
 @given(rows=st.lists(st.tuples(TEXT, LANGUAGE), min_size=1, max_size=4), cut=st.integers(0, 4))
-def test_laws(stage: Stage, holds: Callable, rows: list[tuple[str, str | None]], cut: int):
+def test_laws(stage, holds, rows, cut):
     batch = to_rows(rows)
     full, *parts = (stage.apply(part) for part in (batch, batch.slice(0, cut), batch.slice(cut)))
     full.batch.column("text").validate(full=True)

@@ -16,7 +16,7 @@ from forebay.storage.store import FolderStore, Store, open_store
 class StoreContract:
     """A subclass has the fixture `store`, which is empty."""
 
-    def test_objects_are_written_read_and_removed(self, store: Store):
+    def test_objects_are_written_read_and_removed(self, store):
         with store.open("a/x.bin") as file:
             file.write(b"0123456789")
             assert not store.exists("a/x.bin")
@@ -34,7 +34,7 @@ class StoreContract:
             with pytest.raises(FileNotFoundError):
                 read("none")
 
-    def test_arrays_are_read_by_ranges(self, store: Store):
+    def test_arrays_are_read_by_ranges(self, store):
         values = np.arange(1000, dtype="<u8")
         store.write("n", values.tobytes())
         assert store.read_array("n", "<u8").tolist() == values.tolist()
@@ -42,7 +42,7 @@ class StoreContract:
             assert store.read_array("n", "<u8", count, start).tolist() == expected
         store.read_array("n", "<u8", 3, 7)[0] = 1  # writable, as kernels are compiled for
 
-    def test_one_of_many_creates(self, store: Store):
+    def test_one_of_many_creates(self, store):
         created = []
         threads = [
             threading.Thread(target=lambda n=n: created.append(store.create("result", bytes([n])))) for n in range(8)
@@ -54,20 +54,20 @@ class StoreContract:
         assert sorted(created) == [False] * 7 + [True]
         assert len(store.read("result")) == 1 and not store.create("result", b"again")
 
-    def test_an_exception_leaves_nothing(self, store: Store):
+    def test_an_exception_leaves_nothing(self, store):
         with pytest.raises(ValueError, match="stop"), store.open("x") as file:
             file.write(b"1")
             raise ValueError("stop")
         assert store.sizes() == {}
 
-    def test_a_file_is_copied_and_moved(self, store: Store, tmp_path):
+    def test_a_file_is_copied_and_moved(self, store, tmp_path):
         (tmp_path / "file").write_bytes(b"bytes")
         store.copy("copy", tmp_path / "file")
         store.copy("copy", tmp_path / "file")
         store.put("moved", tmp_path / "file")
         assert store.read("copy") == store.read("moved") == b"bytes" and not (tmp_path / "file").exists()
 
-    def test_the_same_bytes_may_be_written_again_and_others_by_replacement(self, store: Store):
+    def test_the_same_bytes_may_be_written_again_and_others_by_replacement(self, store):
         for data, options in ((b"1", {}), (b"1", {}), (b"3", {"replace": True})):
             with store.open("x", **options) as file:
                 file.write(data)
@@ -101,7 +101,7 @@ class TestFolder(StoreContract):
         ("az", "AZURE_STORAGE_ACCOUNT_NAME"),
     ],
 )
-def test_missing_credentials_are_one_line(monkeypatch, scheme: str, variable: str):
+def test_missing_credentials_are_one_line(monkeypatch, scheme, variable):
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")

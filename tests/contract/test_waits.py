@@ -6,10 +6,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -80,7 +78,7 @@ def server(tmp_path, monkeypatch):
 @pytest.mark.parametrize("way", [*COMMANDS, *CALLS])
 def test_a_wait_is_told_once_from_outside_of_the_tries(
     server: OriginServer, tmp_path, monkeypatch, caplog,
-    way: str, fault: str,
+    way, fault,
 ):  # fmt: skip
     clock = SimpleNamespace(skipped=0.0)
 
@@ -165,7 +163,7 @@ NODES = [
 
 
 @pytest.mark.parametrize("node, fault, line", NODES)
-def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node: Callable[..., Any], fault: str, line: str):
+def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node, fault, line):
     monkeypatch.setattr(retry, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(retry, "EVERY_S", 1e9)
     monkeypatch.setattr(scheduler_client, "STOPPING_S", 0)

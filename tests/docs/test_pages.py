@@ -18,5 +18,5 @@ def corpora(tmp_path_factory) -> Iterator[Corpora]:
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_every_block_runs(name: str, corpora: Corpora, tmp_path, monkeypatch):
+def test_every_block_runs(name, corpora, tmp_path, monkeypatch):
     run_page(name, corpora, tmp_path, monkeypatch)

@@ -33,7 +33,7 @@ def members(tmp_path) -> Iterator[dict[str, Identity]]:
 
 
 @pytest.fixture
-def address(tmp_path, members: dict[str, Identity]) -> Iterator[str]:
+def address(tmp_path, members) -> Iterator[str]:
     make_dataset(tmp_path / "tiny", 2, 5000)
     command = [sys.executable, *f"-m forebay serve {tmp_path}/tiny --identity {tmp_path}/data".split()]
     command += ["--listen", "127.0.0.1:0", "--timeout", "3600", "--json"]
@@ -46,9 +46,7 @@ def address(tmp_path, members: dict[str, Identity]) -> Iterator[str]:
     assert process.returncode == 0
 
 
-def test_members_read_and_strangers_and_the_revoked_are_refused(
-    tmp_path, members: dict[str, Identity], address: str, capsys
-):
+def test_members_read_and_strangers_and_the_revoked_are_refused(tmp_path, members, address, capsys):
     def status(name):
         code = main(f"status {address} --identity {tmp_path}/{name} --timeout 3600 --json".split())
         out, error = capsys.readouterr()

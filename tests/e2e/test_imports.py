@@ -17,7 +17,7 @@ print(len(names), *sorted({name.split(".")[1] for name in names if "." in name})
 
 
 @pytest.mark.parametrize(("source", "has_cache", "limit"), [("here", 0, 60), ("here", 1, 60), ("http", 1, 75)])
-def test_one_batch_loads_few_files_and_no_wing(tmp_path, source: str, has_cache: int, limit: int):
+def test_one_batch_loads_few_files_and_no_wing(tmp_path, source, has_cache, limit):
     make_dataset(tmp_path / "origin/here", 1, 4, 8)
     with OriginServer(tmp_path / "origin") as server:
         path = f"{server.url}/here" if source == "http" else str(tmp_path / "origin/here")

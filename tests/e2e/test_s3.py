@@ -31,7 +31,7 @@ def running(tmp_path_factory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def server(running: S3Server, tmp_path, monkeypatch) -> S3Server:
+def server(running, tmp_path, monkeypatch) -> S3Server:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name, value in running.aws_environment().items():
         monkeypatch.setenv(name, value)
@@ -39,7 +39,7 @@ def server(running: S3Server, tmp_path, monkeypatch) -> S3Server:
 
 
 @pytest.fixture
-def store(server: S3Server, tmp_path, monkeypatch) -> Iterator[Store]:
+def store(server, tmp_path, monkeypatch) -> Iterator[Store]:
     own = os.environ.get("FOREBAY_TEST_BUCKET")  # with its own credentials in the environment
     if own:
         monkeypatch.undo()
@@ -50,13 +50,13 @@ def store(server: S3Server, tmp_path, monkeypatch) -> Iterator[Store]:
 
 
 class TestBucket(StoreContract):
-    def test_other_bytes_of_an_object_are_refused(self, store: Store):
+    def test_other_bytes_of_an_object_are_refused(self, store):
         """Two runs that differ must not mix; in a directory a lock keeps them apart."""
         store.write("x", b"1")
         with pytest.raises(DatasetError, match="another run writes here"), store.open("x") as file:
             file.write(b"2")
 
-    def test_scratch_is_of_this_user_alone(self, store: Store):
+    def test_scratch_is_of_this_user_alone(self, store):
         with store.scratch() as folder:
             assert (folder.parents[1].stat().st_mode & 0o77) == 0
         assert not folder.exists()
@@ -72,7 +72,7 @@ with open_store(sys.argv[1]).open("x") as file:
 """
 
 
-def test_a_killed_writer_leaves_no_object(store: Store):
+def test_a_killed_writer_leaves_no_object(store):
     assert isinstance(store, BucketStore)
     died = subprocess.run([sys.executable, "-c", _KILLED, store.address], check=False)
     assert died.returncode == -signal.SIGKILL
@@ -80,7 +80,7 @@ def test_a_killed_writer_leaves_no_object(store: Store):
     assert store.sizes() == {}
 
 
-def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch, tmp_path):
+def test_a_server_that_overwrites_is_refused(server, monkeypatch, tmp_path):
     store = BucketStore(f"s3://bucket/{tmp_path.name}?endpoint={server.endpoint}")
     with store.locked(shared=True):
         monkeypatch.setattr(server.faults, "overwrites", True)
@@ -89,7 +89,7 @@ def test_a_server_that_overwrites_is_refused(server: S3Server, monkeypatch, tmp_
     assert store.sizes() == {}
 
 
-def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch, tmp_path):
+def test_faults_of_the_server_are_waited_for(server, monkeypatch, tmp_path):
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     store = BucketStore(f"s3://bucket/{tmp_path.name}")
     for fault in ("busy", "drop", "truncate"):
@@ -103,7 +103,7 @@ def test_faults_of_the_server_are_waited_for(server: S3Server, monkeypatch, tmp_
     assert len(store.sizes()) == 18
 
 
-def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch):
+def test_wrong_buckets_and_credentials_are_named(server, monkeypatch):
     absent = open_store("s3://absent/x")
     for call in (lambda: absent.write("y", b""), lambda: absent.read("y"), lambda: absent.create("y", b"")):
         with pytest.raises(DatasetError, match="s3://absent: expected a bucket, got none of that name"):
@@ -113,7 +113,7 @@ def test_wrong_buckets_and_credentials_are_named(server: S3Server, monkeypatch):
         open_store("s3://bucket/x").write("y", b"")
 
 
-def test_a_dataset_is_prepared_there_read_and_mirrored_back(server: S3Server, tmp_path):
+def test_a_dataset_is_prepared_there_read_and_mirrored_back(server, tmp_path):
     lines = [json.dumps({"text": f"document {number} " * (number % 9 + 1)}) for number in range(200)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     url = "s3://bucket/set"

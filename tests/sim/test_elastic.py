@@ -10,7 +10,7 @@ from support.elastic import World
     "seed, churn, partitions, lost",
     [(0, 0.0, 0, 0.0), (0, 0.5, 0, 0.0), (1, 0.5, 2, 0.2), (2, 1.0, 1, 0.1), (3, 1.0, 2, 0.2)],
 )
-def test_each_sample_of_an_epoch_is_read_once_whatever_the_churn(seed: int, churn: float, partitions: int, lost: float):
+def test_each_sample_of_an_epoch_is_read_once_whatever_the_churn(seed, churn, partitions, lost):
     faults = {"seed": seed, "churn": churn, "partitions": partitions, "lost": lost}
     world = World(Scenario(workers=6, slices=24, samples=36, epochs=2, **faults))
     assert world.run_to_end() == []

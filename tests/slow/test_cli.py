@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forebay.cli import make_parser
 from forebay.cli.parser import completion
-from support.feeding import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,32 +23,14 @@ def forebay(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run("-m", "forebay", *arguments)
 
 
-def last_json(done: subprocess.CompletedProcess[str]) -> Any:
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = (f"Document {i}. " + "mill race " * 40 for i in range(60))
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    out = folder / "dataset"
+    done = forebay("prepare", folder / "texts.jsonl", "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def assert_one_line(done: subprocess.CompletedProcess[str], *words: str):
-    """A failure is one line that names the thing, with no traceback."""
-    assert done.returncode not in (0, -9), done.stdout
-    assert "Traceback" not in done.stderr, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("forebay: ")]
-    assert len(lines) == 1, done.stderr
-    for word in words:
-        assert word in lines[0], lines[0]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": f"Document {i}. " + "mill race " * 40}) + "\n" for i in range(60)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def dataset(corpus: Path) -> Path:
-    out = corpus.parent / "dataset"
-    last_json(forebay("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--json"))
     return out
 
 
@@ -90,12 +70,12 @@ def test_the_package_and_its_help_need_no_heavy_import():
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_the_shell_completes(shell: str, typed: str, expected: str):
+def test_the_shell_completes(shell, typed, expected):
     assert expected in completed(shell, typed)
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_no_file_is_offered_for_a_number_or_a_name(shell: str):
+def test_no_file_is_offered_for_a_number_or_a_name(shell):
     for typed in ("prepare --seed ", "prepare --recipe R", "convert a b --to READ", "worker --listen "):
         assert "README.md" not in completed(shell, typed)
 
@@ -121,17 +101,8 @@ def test_zsh_takes_the_completion_of_bash():
     assert script == "autoload -U +X bashcompinit && bashcompinit\n" + completion(make_parser(), "bash")
 
 
-def test_a_full_disk_is_told_in_one_line_and_the_next_run_succeeds(corpus: Path, tmp_path):
-    with small_disk(tmp_path / "small", 20_000) as small:
-        arguments = ["prepare", corpus, "--out", small / "d", "--tokenizer", "bytes", "--slice-bytes", "4KiB"]
-        assert_one_line(forebay(*arguments), "disk")
-        assert not (small / "d" / "manifest.json").exists()
-        subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
-        assert forebay(*arguments).returncode == 0
-
-
 @pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "Destroyed(); time.sleep(600)"])
-def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str):
+def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt):
     """As from an impatient user, or on a machine that is slow to import. Python drops an interrupt in a destructor."""
     code = (
         "import sys, time, forebay.__main__\n"
@@ -147,7 +118,7 @@ def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt: str):
     assert (done.returncode, done.stderr) == (130, "forebay: interrupted\n")
 
 
-def test_ctrl_c_after_the_result_is_no_failure(dataset: Path):
+def test_ctrl_c_after_the_result_is_no_failure(dataset):
     for _ in range(4):
         command = [sys.executable, "-m", "forebay", "inspect", str(dataset), "--json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -22,7 +22,7 @@ def test_a_process_ends_with_its_parent_though_it_is_not_told(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, seed: int):
+def test_ctrl_c_at_any_moment_leaves_nothing(tmp_path, seed):
     # What the interpreter does before our first line, also with an interrupt, is its own.
     started = "from forebay.__main__ import run; print('started', flush=True); run()"
     process = start_demo(tmp_path, program=("-c", started))

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import psutil
 import pytest
@@ -41,7 +40,7 @@ def command(name: str, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
-def test_example_runs(path: Path):
+def test_example_runs(path):
     done = subprocess.run(command(path.stem), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
@@ -89,7 +88,7 @@ def is_server(verb: str) -> Select:
         "train_ddp-itself", "leased_ddp-itself", "inference-itself",
     ],
 )  # fmt: skip
-def test_an_example_ends_when_a_process_of_it_is_killed(name: str, select: Select, message: str, tmp_path):
+def test_an_example_ends_when_a_process_of_it_is_killed(name, select, message, tmp_path):
     """Not after the time-outs of gloo or of a store, which are minutes; and no process of it is left.
 
     Without a message the example itself is ended.
@@ -127,7 +126,7 @@ def test_an_example_ends_when_a_process_of_it_is_killed(name: str, select: Selec
         "train_fsdp missing checkpoint",
     ],
 )
-def test_data_that_is_missing_is_one_line(words: str, tmp_path):
+def test_data_that_is_missing_is_one_line(words, tmp_path):
     done = subprocess.run(command(*words.split()), capture_output=True, text=True, cwd=tmp_path)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "missing" in line and "expected" in line

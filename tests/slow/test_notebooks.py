@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,13 +15,13 @@ CARDS = {"look_at_a_dataset": 6, "compare_filters": 2, "loss_spike": 3}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_no_outputs(path: Path):
+def test_a_notebook_has_no_outputs(path):
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code_cells(path))
     assert "metadata" in json.loads(path.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_in_a_plain_interpreter(path: Path, tmp_path):
+def test_a_notebook_runs_in_a_plain_interpreter(path, tmp_path):
     command = [sys.executable, "-m", "support.notebooks", path]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path,

@@ -30,7 +30,7 @@ GROUPS = [  # The groups of a process, and files of these; cores; bytes of memor
 
 
 @pytest.mark.parametrize("text, cores, memory", GROUPS)
-def test_limits_of_a_container_count(tmp_path, monkeypatch, text: str, cores: int, memory: int):
+def test_limits_of_a_container_count(tmp_path, monkeypatch, text, cores, memory):
     groups, *files = text.split("|")
     for line in (f"../../../proc/self/cgroup:{groups}", *files):
         name, _, content = line.partition(":")
@@ -87,9 +87,9 @@ RANKS = [  # Environment, rank and world size, ranks of this machine.
 def test_the_rank_is_that_of_the_launcher_that_started_the_process(
     monkeypatch,
     caplog,
-    variables: str,
-    expected: tuple[int, int],
-    local: int,
+    variables,
+    expected,
+    local,
 ):
     for name in {pair.partition("=")[0] for row in RANKS for pair in row[0].split()}:
         monkeypatch.delenv(name, raising=False)
@@ -118,7 +118,7 @@ def urls(tmp_path) -> Iterator[dict[str, str | Path]]:
 
 
 @pytest.mark.parametrize("kind", ["local", "cached", "ram"])
-def test_open_files_do_not_grow_with_the_slices(urls: dict[str, str | Path], tmp_path, kind: str):
+def test_open_files_do_not_grow_with_the_slices(urls, tmp_path, kind):
     options = {
         "local": {},
         "cached": {"cache_dir": tmp_path / "cache"},

@@ -45,7 +45,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
-def test_a_directory_gets_the_same_bytes(source: Path, tmp_path):
+def test_a_directory_gets_the_same_bytes(source, tmp_path):
     done = []
     with OriginServer(source) as server:
         server.faults.drop, server.faults.truncate = 0.2, 0.2
@@ -64,7 +64,7 @@ def test_a_directory_gets_the_same_bytes(source: Path, tmp_path):
         assert (report.copied, report.skipped) == (1, 5) and files(tmp_path / "copy") == files(source)
 
 
-def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_path):
+def test_ranges_make_a_dataset_when_the_last_slice_is_there(source, tmp_path):
     target = tmp_path / "copy"
     first = copy(source, target, start=2, stop=4)
     assert not first.complete and first.missing == 4 and not (target / MANIFEST_FILE).exists()
@@ -76,7 +76,7 @@ def test_ranges_make_a_dataset_when_the_last_slice_is_there(source: Path, tmp_pa
         copy(source, target, start=4, stop=9)
 
 
-def test_wrong_bytes_never_get_a_name(source: Path, tmp_path):
+def test_wrong_bytes_never_get_a_name(source, tmp_path):
     with OriginServer(source) as server:
         server.faults.corrupt["1.safetensors"] = 100
         with pytest.raises(NetworkError, match=r"1\.safetensors"):
@@ -87,7 +87,7 @@ def test_wrong_bytes_never_get_a_name(source: Path, tmp_path):
         assert copy(server.url, tmp_path / "copy").complete
 
 
-def test_what_cannot_be_is_refused_first(source: Path, tmp_path, monkeypatch):
+def test_what_cannot_be_is_refused_first(source, tmp_path, monkeypatch):
     other = write_tokens(tmp_path / "other", [10]).path
     with pytest.raises(UsageError, match="or the dataset"):
         copy(source, other)
@@ -129,7 +129,7 @@ def test_a_bucket_gets_it_signed_in_parts_and_under_faults(tmp_path, bucket: Ori
     assert open_remote("s3://bucket/sets/mine").id == open_dataset(source).id
 
 
-def test_the_command(source: Path, tmp_path, capsys):
+def test_the_command(source, tmp_path, capsys):
     target = str(tmp_path / "copy")
     assert main(["mirror", str(source), target, "--slices", "0:2", "--json", "--quiet"]) == 0
     reported = json.loads(capsys.readouterr().out)

@@ -33,7 +33,7 @@ def package(tmp_path, monkeypatch) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def test_a_plug_in_is_found_by_its_entry_point_or_by_module_and_name(package: Path):
+def test_a_plug_in_is_found_by_its_entry_point_or_by_module_and_name(package):
     assert plugins.load_plugin("forebay.filters", "mine").__name__ == "Mine"
     assert plugins.load_plugin("forebay.filters", "my_plugins:Mine.__name__", allow_code=True) == "Mine"
     assert plugins.load_plugin("forebay.dedup", "json:loads", allow_code=True) is json.loads
@@ -49,6 +49,6 @@ def test_a_plug_in_is_found_by_its_entry_point_or_by_module_and_name(package: Pa
         ("no.such:Thing", "cannot import 'no.such:Thing': ModuleNotFoundError"),
     ],
 )
-def test_a_wrong_name_is_named(package: Path, name: str, message: str):
+def test_a_wrong_name_is_named(package, name, message):
     with pytest.raises(UsageError, match=message):
         plugins.load_plugin("forebay.filters", name, allow_code=True)

@@ -19,7 +19,7 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_all_are_handled_after_the_block(handled: list[int]):
+def test_all_are_handled_after_the_block(handled):
     with deferred_signals():
         for number in NUMBERS:
             signal.raise_signal(number)
@@ -27,7 +27,7 @@ def test_all_are_handled_after_the_block(handled: list[int]):
     assert handled == [*NUMBERS]
 
 
-def test_one_that_raises_does_not_hide_another(handled: list[int]):
+def test_one_that_raises_does_not_hide_another(handled):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), deferred_signals():
         for number in NUMBERS:
@@ -35,7 +35,7 @@ def test_one_that_raises_does_not_hide_another(handled: list[int]):
     assert handled == [signal.SIGTERM]
 
 
-def test_one_that_is_ignored_stays_ignored(handled: list[int]):
+def test_one_that_is_ignored_stays_ignored(handled):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with deferred_signals():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -61,7 +61,7 @@ def test_each_size_may_be_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
-def test_a_missing_package_is_told_with_its_extra(tmp_path, monkeypatch, name: str):
+def test_a_missing_package_is_told_with_its_extra(tmp_path, monkeypatch, name):
     loader = forebay.Loader(make_dataset(tmp_path / "x", 1, 10, 4), seq_len=4, batch_size=2)
     monkeypatch.delitem(sys.modules, f"forebay.load.{name}", raising=False)
     monkeypatch.setitem(sys.modules, name, None)

@@ -21,7 +21,7 @@ def deaths(monkeypatch) -> Iterator[list[object]]:
     assert seen == []
 
 
-def test_a_body_that_raises_once_runs_again_and_metrics_say_so(deaths: list[object], caplog):
+def test_a_body_that_raises_once_runs_again_and_metrics_say_so(deaths, caplog):
     runs, done = [], threading.Event()
 
     def body():

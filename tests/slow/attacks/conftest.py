@@ -28,7 +28,7 @@ def dataset(tmp_path) -> Dataset:
 
 
 @pytest.fixture
-def node(dataset: Dataset, network_dir, monkeypatch) -> Iterator[DataNode]:
+def node(dataset, network_dir, monkeypatch) -> Iterator[DataNode]:
     monkeypatch.setattr(reachability, "CHECK_S", 60.0)  # Also a machine that stands still answers within it.
     with DataNode(issue(network_dir, "node", "data"), [dataset], HOST, 0, None) as node:
         yield node

@@ -131,12 +131,6 @@ def test_an_organisation_has_so_many_processes_in_a_swarm(node, network_dir, mon
     assert swarm(node, issue(network_dir, "of-root"), {})[0] == 200
 
 
-def test_the_role_is_asked_for_before_a_message_is_read(scheduler, network_dir):
-    """Megabytes of JSON from a member that may not work."""
-    status, message = exchange(scheduler, issue(network_dir, "data", "data"), "x" * 1_000_000)
-    assert (status, message["error"]) == (403, "not_worker")
-
-
 def test_slices_of_invented_datasets_are_not_kept(scheduler, evil):
     """64 datasets that no job has, each with millions of slices."""
     assert exchange(scheduler, evil, {"cached": {f"{i:064x}": "0-999999999" for i in range(64)}})[0] == 200

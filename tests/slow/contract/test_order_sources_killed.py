@@ -60,7 +60,7 @@ class Brief(Leased):
     term_s = 1.0
 
 
-def test_a_killed_workers_leases_are_used_by_others_once(cluster: Cluster):
+def test_a_killed_workers_leases_are_used_by_others_once(cluster):
     """What a killed worker had not committed comes again; what the ledger has as used does not.
 
     The scheduler is killed, too, and started again where it was.

@@ -44,7 +44,7 @@ def is_new(out: Path) -> bool:
 
 
 @pytest.mark.parametrize("moment", ["write", "rename 1", "rename 2", "removal"])
-def test_a_kill_at_any_moment(tmp_path, moment: str):
+def test_a_kill_at_any_moment(tmp_path, moment):
     source, out = tmp_path / "t.npy", tmp_path / "out"
     np.save(source, np.arange(1000, dtype=np.uint16))
     out.mkdir()

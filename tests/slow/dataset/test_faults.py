@@ -312,7 +312,7 @@ def find_problems(name: str, points: int, home: Path) -> list[str]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_one_fault_leaves_the_old_or_the_new_state(scenario: str):
+def test_one_fault_leaves_the_old_or_the_new_state(scenario):
     done = subprocess.run([sys.executable, __file__, scenario], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-5000:]
 

@@ -12,7 +12,7 @@ import forebay
 from forebay.cli import make_parser
 from forebay.cli.parser import walk
 from forebay.prepare.recipe import STAGES
-from support.browser import THEMES, WIDTHS, Theme, open_browser
+from support.browser import THEMES, WIDTHS, open_browser
 from support.paths import ROOT
 
 TOOLS = "import material, mkdocs, mkdocstrings_handlers.python"
@@ -35,19 +35,19 @@ def site(tmp_path_factory) -> Path:
     return out
 
 
-def test_every_page_of_the_index_is_built(site: Path):
+def test_every_page_of_the_index_is_built(site):
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
     pages = re.findall(r"^- \[[^]]+\]\(([^)]+)\.md\)", index, re.MULTILINE)
     assert len(pages) > 50 and [page for page in pages if not (site / f"{page}.html").exists()] == []
 
 
-def test_nothing_is_loaded_from_other_hosts(site: Path):
+def test_nothing_is_loaded_from_other_hosts(site):
     loaded = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(\w+:|//)|<link\b[^>]*\bhref=\"?(https?:|//)")
     assert [page.name for page in site.rglob("*.html") if loaded.search(page.read_text("utf-8"))] == []
     assert [page.name for page in site.rglob("*.css") if re.search(r"url\(\W?https?:", page.read_text("utf-8"))] == []
 
 
-def test_the_reference_has_what_the_code_has(site: Path):
+def test_the_reference_has_what_the_code_has(site):
     commands = (site / "reference" / "cli.html").read_text("utf-8")
     for path, parser in walk(make_parser()):
         assert f'id="{"-".join(["forebay", *path])}"' in commands or not path, path
@@ -62,7 +62,7 @@ def test_the_reference_has_what_the_code_has(site: Path):
 
 
 @pytest.mark.parametrize("theme", THEMES)
-def test_pages_are_readable_by_all(site: Path, theme: Theme):
+def test_pages_are_readable_by_all(site, theme):
     pages = [
         "index",
         "reference/plugins",
@@ -82,7 +82,7 @@ def test_pages_are_readable_by_all(site: Path, theme: Theme):
             assert (page, browser.violations()) == (page, [])
 
 
-def test_the_search_works_without_a_server(site: Path):
+def test_the_search_works_without_a_server(site):
     with open_browser() as browser:
         browser.open(site / "how-to" / "load.html")
         browser.page.click(".md-search__input")

@@ -42,7 +42,7 @@ def test_killed_at_any_moment_it_goes_on_and_is_never_seen_in_part(server, tmp_p
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 2.0])
-def test_patience_bounds_all_attempts_together(server, tmp_path, timeout_s: float):
+def test_patience_bounds_all_attempts_together(server, tmp_path, timeout_s):
     """Silence at the first answer, and amid the bytes; what came is kept, and the download goes on from there."""
     path = tmp_path / "out" / "big"
     began = time.monotonic()

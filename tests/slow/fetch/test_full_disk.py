@@ -55,7 +55,7 @@ def post(address: str, path: str, **body: Any) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
-def test_the_coordinator_goes_on_once_there_is_space(disk: Path):
+def test_the_coordinator_goes_on_once_there_is_space(disk):
     state_dir = disk / "state"
     with Coordinator(
         state_dir=state_dir, rules=Rules(min_workers=1, lost_s=0.3, heartbeat_s=0.6, stale_s=1.5)

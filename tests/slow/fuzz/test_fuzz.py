@@ -18,7 +18,7 @@ SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "0"))
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
-def test_strangers_bytes_end_in_errors_of_ours(name: str, tmp_path):
+def test_strangers_bytes_end_in_errors_of_ours(name, tmp_path):
     target = make_target(name, tmp_path)
     try:
         done = fuzz(target, SECONDS, random.Random(SEED))

@@ -61,7 +61,7 @@ def test_shell_scripts(tmp_path):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_manifests(tmp_path, version: str):
+def test_manifests(tmp_path, version):
     files = launched(tmp_path / "ranks", "kubernetes", name="yes", cpu="0.5", memory="10")
     files += launched(tmp_path / "torchrun", "kubernetes", ranks_per_pod="8", gpus="8")
     files += [file for file in launched(tmp_path / "network", "kubernetes-network", dataset="1e3", gpus="1")

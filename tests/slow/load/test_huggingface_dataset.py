@@ -37,7 +37,7 @@ def hub(tmp_path, monkeypatch) -> Iterator[HubServer]:
         yield server
 
 
-def test_a_few_batches(hub: HubServer):
+def test_a_few_batches(hub):
     dataset = create_huggingface_dataset(
         dataset_name="tiny_shakespeare", rank=0, world_size=1, num_batches=5, batch_size=4, seq_len=128
     )
@@ -62,7 +62,7 @@ def test_ten_steps_without_a_hub(tmp_path, monkeypatch):
         create_huggingface_dataset("shakespeare")
 
 
-def test_a_loading_script_is_not_run_and_its_copy_is_named(hub: HubServer):
+def test_a_loading_script_is_not_run_and_its_copy_is_named(hub):
     with pytest.raises(PrepareError, match=r"got a loading script .scripted[.]py.") as reported:
         create_huggingface_dataset("example/scripted", tokenizer_name="bytes")
     assert "example/scripted@refs%2Fconvert%2Fparquet" in str(reported.value)

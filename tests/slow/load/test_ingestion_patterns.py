@@ -70,7 +70,7 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(server:
     assert sent == {f"{path.relative_to(server.directory)}": path.stat().st_size for path in slice_paths(server)}
 
 
-def test_memory_keeps_slices_between_loaders(server: OriginServer, memory: Path):
+def test_memory_keeps_slices_between_loaders(server: OriginServer, memory):
     epoch_two(server, 0, "ram")
     sent = sum(server.bytes_sent.values())
     assert any(path.is_file() for path in memory.iterdir())
@@ -79,7 +79,7 @@ def test_memory_keeps_slices_between_loaders(server: OriginServer, memory: Path)
 
 
 @pytest.mark.parametrize("num_cached", [6, 20])
-def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path, num_cached: int):
+def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path, num_cached):
     """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more.
 
     No cache can do better: each epoch reads all once. Room for the maps of the slices, and half a slice for what is

@@ -51,7 +51,7 @@ json.dump(seen, open(out, "w"))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_global_arrays_are_the_global_batches(tmp_path, processes: int):
+def test_global_arrays_are_the_global_batches(tmp_path, processes):
     data = make_dataset(tmp_path / "data", 3, 20, 16)
     address = f"127.0.0.1:{free_port()}"  # JAX takes the address of a coordinator that it starts itself.
     devices = f"--xla_force_host_platform_device_count={4 // processes}"

@@ -97,7 +97,7 @@ class Run:
             self.committed.append([sample for of_rank in steps for sample in of_rank[index]["ids"]])
 
 
-def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server: OriginServer, tmp_path):
+def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server, tmp_path):
     """Within the cache's budget at every look, and every chunk right; a rank's death does not stop the others."""
     chance = random.Random(SEED)
     print(f"replay with FOREBAY_LOADER_SEED={SEED} FOREBAY_LOADER_KILLS={KILLS}")
@@ -132,7 +132,7 @@ def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server
     assert result["most"] <= BUDGET and result["looks"] > 100
 
 
-def test_four_processes_that_read_the_same_fetch_each_slice_once(folder: Path, server: OriginServer, tmp_path):
+def test_four_processes_that_read_the_same_fetch_each_slice_once(folder: Path, server, tmp_path):
     outs = [tmp_path / f"out{seed}" for seed in range(4)]
     arguments = {**ORDER, "dataset": server.url, "epochs": 2, "rank": 0, "world_size": 1}
     arguments |= {"cache_dir": tmp_path / "cache", "cache_bytes": 2 * SLICES * SAMPLES * SEQ_LEN * 4}

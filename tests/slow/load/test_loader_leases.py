@@ -57,7 +57,7 @@ def sample_ids(dataset: Dataset) -> list[int]:
     return sorted(int(batch.sample_ids[0]) for batch in Loader(dataset, seq_len=SEQ_LEN, batch_size=1))
 
 
-def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: Network):
+def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network):
     """Else two workers could deadlock: each has the rest of one dataset, and waits for the other."""
     books, web = (
         network.schedule(name, state=f"state-{name}", seq_len=SEQ_LEN, steal_s=1000.0) for name in ("books", "web")
@@ -100,7 +100,7 @@ def test_a_worker_that_waits_for_one_dataset_lets_others_use_the_next(network: N
     assert sorted(from_web) == expected and len({*first, *from_books}) == 1 + len(from_books) >= 8
 
 
-def test_proofs_are_not_judged_by_a_data_node_that_lies(network: Network, monkeypatch):
+def test_proofs_are_not_judged_by_a_data_node_that_lies(network, monkeypatch):
     """The honest data node ends; the worker has all slices in its cache, and its proofs are of the right bytes."""
     monkeypatch.setattr("forebay.scheduler.proofs.is_checked", lambda *_: True)  # Else chance decides which are.
     identity, dataset = network.identity("liar"), network.nodes[0].datasets[0]

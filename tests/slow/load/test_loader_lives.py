@@ -48,7 +48,7 @@ def count_resources(ours: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("kind", ["local", "ahead"])
-def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tmp_path, kind: str):
+def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tmp_path, kind):
     """Each second one is closed by an exception in its loop; the last one is slow."""
     arguments = {"dataset": data, **ORDER}
     if kind != "local":
@@ -74,7 +74,7 @@ def test_opening_and_closing_leaves_nothing(data: Path, server: OriginServer, tm
 
 
 @pytest.mark.parametrize("fault, prefetch", [("black hole", 0), ("refusing", 2), ("slow", 0)])
-def test_an_interrupt_ends_a_wait_within_two_seconds(server: OriginServer, tmp_path, fault: str, prefetch: int):
+def test_an_interrupt_ends_a_wait_within_two_seconds(server: OriginServer, tmp_path, fault, prefetch):
     out, cache = tmp_path / "out", tmp_path / "cache"
     arguments = {"dataset": server.url, "cache_dir": cache, "rank": 0, "world_size": 1, **ORDER}
     arguments["samples"] = SampleOptions(prefetch_batches=prefetch)
@@ -119,7 +119,7 @@ def test_a_fork_after_a_bucket_was_read_is_refused(server: OriginServer, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_path, prefetch: int):
+def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_path, prefetch):
     """The child goes on by itself, as a helper process of PyTorch's would; the parent is not disturbed."""
     expected = read_samples(Loader(data, **ORDER), SAMPLES)
     for number in range(FORKS):

@@ -35,7 +35,7 @@ folder = dataset_fixture(12 * TIMES, SAMPLES, SEQ_LEN)
 
 
 @pytest.mark.parametrize("world", [1, 8])
-def test_memory_and_disk_stay_flat(folder: Path, tmp_path, world: int):
+def test_memory_and_disk_stay_flat(folder: Path, tmp_path, world):
     outs = [tmp_path / f"{rank}.jsonl" for rank in range(world)]
     with small_disk(tmp_path / "disk", 3 * BUDGET) as disk, OriginServer(folder) as server:
         cache = disk / "cache"

@@ -56,7 +56,7 @@ def test_each_epoch_fetches_the_dataset_about_once_by_default_and_by_the_advice_
 
 @pytest.mark.parametrize("is_wide", [True, False])
 def test_second_fetches_are_counted_in_the_epochs_of_each_dataset_of_a_mixture_and_their_cause_is_logged(
-    many: Path, server: OriginServer, tmp_path, caplog, is_wide: bool
+    many: Path, server: OriginServer, tmp_path, caplog, is_wide
 ):
     """The small dataset is read some three times, and a chunk of it fetched as often: that alone is no second fetch."""
     value = {"seq_len": 256, "batch_size": 16, "steps": 100 if is_wide else 400}

@@ -42,7 +42,7 @@ def world(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def node(world: Path) -> Iterator[DataNode]:
+def node(world) -> Iterator[DataNode]:
     with DataNode(Identity.load(world / "node"), [open_dataset(world / "c4")], "127.0.0.1", 0, None) as node:
         yield node
 
@@ -89,9 +89,7 @@ def run_ranks(world: Path, folder: Path, address: str, **arguments: Any) -> list
     return [read_lines(out)[-1]["stats"] for out in outs]
 
 
-def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_other(
-    world: Path, node: DataNode, tmp_path
-):
+def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_other(world, node, tmp_path):
     table = open_dataset(world / "c4").table
     stats = run_ranks(world, tmp_path, node.address, cache_bytes=int(table.bytes.sum()) * 5 // 8, network=SHARED)
     names = ("fetched_bytes", "from_peers", "from_origins")
@@ -103,7 +101,7 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
     assert sum(item["shared_bytes"] for item in stats) > 0
 
 
-def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, node: DataNode, tmp_path):
+def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world, node, tmp_path):
     with Loader(
         remote(world, "rank0", node.address), **READ, rank=0, cache_dir=tmp_path, cache_bytes=1 << 20, network=SHARED
     ) as loader:
@@ -135,7 +133,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
             os.waitpid(pid, 0)
 
 
-def test_a_port_that_another_process_has_leaves_this_one_to_get_only(world: Path, node: DataNode, tmp_path):
+def test_a_port_that_another_process_has_leaves_this_one_to_get_only(world, node, tmp_path):
     settings = READ | {"epochs": 1, "rank": 0, "world_size": 1}
     local = [batch.inputs for batch in Loader(world / "c4", **settings)]
     with (

@@ -27,7 +27,7 @@ def logged(logger: str, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     "logger, name",
     [("wandb", "s3://bucket/a b"), ("tensorboard", "s3://bucket/a b"), ("mlflow", "s3___bucket_a_b")],
 )
-def test_figures_and_mixture_counts_reach_the_logger(logger: str, name: str, tmp_path):
+def test_figures_and_mixture_counts_reach_the_logger(logger, name, tmp_path):
     if logger == "tensorboard":
         pytest.importorskip("torch", reason="pip install torch")
     steps = logged(logger, tmp_path)

@@ -34,7 +34,7 @@ def dataset(tmp_path_factory) -> Dataset:
         pytest.param(10e6, 0.004, 2, id="the second epoch is in the cache"),
     ],
 )
-def test_a_run_takes_what_its_plan_says(dataset: Dataset, tmp_path, rate: float, step_s: float, epochs: int):
+def test_a_run_takes_what_its_plan_says(dataset, tmp_path, rate, step_s, epochs):
     """Within 20 %, on a machine whose processors are not what limits the run: a busy one runs it more slowly.
 
     A step counts as long as it really took.

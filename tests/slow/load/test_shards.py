@@ -57,13 +57,13 @@ def bucket(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(bucket: Path) -> Iterator[S3Server]:
+def running(bucket) -> Iterator[S3Server]:
     with S3Server(bucket.parents[2]) as server:
         yield server
 
 
 @pytest.fixture
-def server(running: S3Server, tmp_path, monkeypatch) -> Iterator[S3Server]:
+def server(running, tmp_path, monkeypatch) -> Iterator[S3Server]:
     """The bucket, and a directory of one's own to keep shards in: DATASET_BINS_PATH is key prefix and directory."""
     running.faults.__init__()
     until(lambda: running.at_once == 0)  # Those of the test before count as sent what was on its way.
@@ -76,7 +76,7 @@ def server(running: S3Server, tmp_path, monkeypatch) -> Iterator[S3Server]:
     running.faults.__init__()
 
 
-def test_a_bad_network_changes_no_byte(server: S3Server):
+def test_a_bad_network_changes_no_byte(server):
     server.faults.drop, server.faults.truncate = 0.15, 0.2
     server.faults.corrupt = 0.1
     with SharedShardedDatasetManager(**SETTINGS) as shards:
@@ -84,7 +84,7 @@ def test_a_bad_network_changes_no_byte(server: S3Server):
             assert (batch.inputs == shard_tokens(int(batch.dataset_index[0])).reshape(-1, L)[batch.sample_ids]).all()
 
 
-def test_the_disk_of_a_used_shard_is_free_at_once(server: S3Server, tmp_path):
+def test_the_disk_of_a_used_shard_is_free_at_once(server, tmp_path):
     """A run of many swaps on a volume of 3.5 shards never waits for room, and no deleted file stays mapped."""
     turns = 12
     gc.disable()
@@ -118,7 +118,7 @@ def read_lines(out: Path) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
-def test_the_next_shard_comes_in_a_process_of_its_own(server: S3Server, monkeypatch):
+def test_the_next_shard_comes_in_a_process_of_its_own(server, monkeypatch):
     """It is of the lowest priority; what it leaves when it is killed, a thread fetches; it ends with the manager."""
     monkeypatch.setattr("forebay.load.shard_cache.MIN_PROCESS_BYTES", 0)
 
@@ -144,7 +144,7 @@ def test_the_next_shard_comes_in_a_process_of_its_own(server: S3Server, monkeypa
     until(lambda: not helpers())
 
 
-def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path):
+def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server, tmp_path):
     seed = int(os.environ.get("FOREBAY_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
     print(f"replay with FOREBAY_SHARDS_SEED={seed}")
     chance, position, done = random.Random(seed), 0, {}
@@ -219,7 +219,7 @@ def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_shards_are_mirrored_to_ones_own_bucket(server: S3Server, tmp_path, monkeypatch, capsys):
+def test_shards_are_mirrored_to_ones_own_bucket(server, tmp_path, monkeypatch, capsys):
     """Self-hosting: from one bucket to another and to a directory and back; some, then the rest; bad connections."""
     own = server.directory / "own"
     own.mkdir()
@@ -257,7 +257,7 @@ def test_shards_are_mirrored_to_ones_own_bucket(server: S3Server, tmp_path, monk
         shutil.rmtree(own)
 
 
-def test_a_mirror_that_is_killed_resumes(server: S3Server, bucket: Path, tmp_path):
+def test_a_mirror_that_is_killed_resumes(server, bucket, tmp_path):
     """Between two directories and from a bucket, killed whenever: no wrong file under a name, nothing left."""
     disk, chance = tmp_path / "disk", random.Random(4)
     server.faults.bytes_per_s = 3 << 20

@@ -42,7 +42,7 @@ def test_helpers_stay_over_epochs_and_end_with_the_loader(data: Path):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_dataloader_stay_and_read_in_order(data: Path, method: str):
+def test_workers_of_a_dataloader_stay_and_read_in_order(data: Path, method):
     arguments, options = {"seq_len": SEQ_LEN, "batch_size": 7}, {"num_workers": 2, "multiprocessing_context": method}
     expected, loader = list_ids(Loader(data, epochs=4, **arguments)), Loader(data, **arguments)
     pool = torch.utils.data.DataLoader(loader.to_torch(), batch_size=None, persistent_workers=True, **options)

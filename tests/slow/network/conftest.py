@@ -18,7 +18,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def start(stack: ExitStack) -> Start:
+def start(stack) -> Start:
     """Start `forebay ARGUMENTS…`; a process that still runs at the end is killed."""
 
     def run(*argv, **environment):

@@ -1,10 +1,8 @@
 """The coordinator with real workers as processes: killed, joining, coming back; and itself killed."""
 
-import contextlib
 import json
 import os
 import signal
-import sqlite3
 import threading
 import time
 import urllib.error
@@ -16,7 +14,6 @@ import pytest
 
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import MAX_VALUES, Coordinator
-from forebay.coordinator.store import ROSTER_NAME
 from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.worker.membership import Membership
@@ -129,7 +126,7 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(start: 
     assert status["done"] and status["step"] == 60 and status["config"]["num_steps"] == 60
 
 
-def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(start: Start, tmp_path):
+def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(start: Start):
     settings_given = "--set dataset_name=tiny --set batch_size=8 --set seq_len=32"
     process, address = coordinator(start, *f"--min-workers 4 {settings_given}".split())
     settings = {"batch_size": 2, "num_steps": 9}
@@ -248,16 +245,6 @@ def test_who_finishes_while_the_coordinator_is_away_tells_it_when_it_is_back(tmp
         leaving.join()
         assert not leaving.is_alive()
         assert server.done and server.status()["step"] == 3
-
-
-def test_a_state_of_another_version_is_named(tmp_path):
-    with Coordinator(state_dir=tmp_path):
-        pass
-    with contextlib.closing(sqlite3.connect(tmp_path / ROSTER_NAME)) as database, database:
-        (body,) = database.execute("SELECT body FROM state").fetchone()
-        database.execute("UPDATE state SET body = ?", (json.dumps({**json.loads(body), "finished": ["a session"]}),))
-    with pytest.raises(StateError, match="another version"), Coordinator(state_dir=tmp_path):
-        pass
 
 
 def test_a_coordinator_that_was_stopped_gives_nobody_up_for_it(start: Start, stack: ExitStack):

@@ -85,7 +85,7 @@ def job(tmp_path_factory) -> Iterator[Job]:
         yield network, service, page
 
 
-def test_the_view_has_workers_waits_coverage_nodes_and_events(job: Job):
+def test_the_view_has_workers_waits_coverage_nodes_and_events(job):
     page = job[2]
 
     def is_whole(view):
@@ -113,7 +113,7 @@ def test_the_view_has_workers_waits_coverage_nodes_and_events(job: Job):
 
 
 def test_the_page_is_closed_to_other_sites_and_loads_nothing_from_elsewhere(
-    job: Job,
+    job,
 ):
     url = job[2].url
     status, headers, body = get(url)
@@ -141,7 +141,7 @@ def check_page(browser: Browser, url: str, name: str, selector: str, act: Callab
                 browser.screenshot(Path(folder) / f"{name}-{size}-{theme}.png")
 
 
-def test_the_page_in_a_browser(job: Job):
+def test_the_page_in_a_browser(job):
     url, parts = job[2].url, (*WORKERS, "silent", "Where the workers' time goes", "Data nodes", "joined")
     with open_browser() as browser:
         check_page(browser, url, "dashboard", "#table-workers tbody tr", lambda: parts)
@@ -225,7 +225,7 @@ def test_a_preparation_has_its_page(tmp_path, stack: ExitStack):
     ],
 )
 def test_a_slow_network_or_scheduler_is_named(
-    cause: str, gather_s: float, limits: ServerLimits | None, slices: int, tokens: int, seq_len: int,
+    cause, gather_s, limits, slices, tokens, seq_len,
     tmp_path, stack: ExitStack, monkeypatch,
 ):  # fmt: skip
     """One worker, which only counts, waits most of its time; a start that took long may be named before."""

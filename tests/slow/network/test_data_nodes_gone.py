@@ -26,7 +26,7 @@ def prepare(start: Start, directory: Path, texts: int, *options: object) -> Path
 
 
 @pytest.mark.parametrize("is_back", [True, False])
-def test_a_job_without_its_data_node(tmp_path, stack: ExitStack, start: Start, is_back: bool):
+def test_a_job_without_its_data_node(tmp_path, stack: ExitStack, start: Start, is_back):
     """It goes on with an extended dataset; or all say that no data node is left, and the worker ends."""
     monday = prepare(start, tmp_path / "monday", 20, "--slice-bytes", "8000", "--set", "name=monday")
     tuesday = prepare(start, tmp_path / "tuesday", 2, "--extend", monday, "--set", "name=tuesday")

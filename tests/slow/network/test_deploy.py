@@ -45,7 +45,7 @@ def rows(workers: list[Container]) -> int:
     return total
 
 
-def test_a_compose_file_trains_to_the_end(tmp_path, machine: Machine):
+def test_a_compose_file_trains_to_the_end(tmp_path, machine):
     """Services start in the order of their conditions; the image's health check decides which are healthy."""
     write_texts(tmp_path / "texts")
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -158,7 +158,7 @@ class Cluster:
         return self.machine.start(pod, command, values, mounts, [*self.services, own])
 
 
-def test_a_network_on_kubernetes_trains_to_the_end(tmp_path, machine: Machine):
+def test_a_network_on_kubernetes_trains_to_the_end(tmp_path, machine):
     """Keys by keys.sh, identities by tokens, probes, three pods of the workers' Job."""
     write_texts(tmp_path / "texts")
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -197,7 +197,7 @@ def test_a_network_on_kubernetes_trains_to_the_end(tmp_path, machine: Machine):
     assert json.loads(restarted.run(*STATUS).stdout)["peer_id"] == status["peer_id"]
 
 
-def test_units_start_what_keys_were_created_for(tmp_path, machine: Machine):
+def test_units_start_what_keys_were_created_for(tmp_path, machine):
     """The units' commands with systemd's notification socket: each sends READY=1 when `forebay status` exits 0."""
     write_texts(tmp_path / "texts")
     data, out, state = tmp_path / "sets 100%", tmp_path / "out", tmp_path / "state"

@@ -44,7 +44,7 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
-def nodes(start: Start) -> list[LibtorrentDht]:
+def nodes(start) -> list[LibtorrentDht]:
     first = start()
     return [first, *(start(first) for _ in range(5))]
 
@@ -54,7 +54,7 @@ def until_found(node: LibtorrentDht, *ports: int):
     until(lambda: set(node.find(KEY, 2.0)) == {(HOST, port) for port in ports})
 
 
-def test_many_providers_of_one_name_are_found_from_everywhere(nodes: list[LibtorrentDht]):
+def test_many_providers_of_one_name_are_found_from_everywhere(nodes):
     for index in (1, 2, 3):
         nodes[index].announce(KEY, 7000 + index)
     for node in nodes:
@@ -64,7 +64,7 @@ def test_many_providers_of_one_name_are_found_from_everywhere(nodes: list[Libtor
     assert len(keys) == 4 and {len(key) for key in keys} == {20}
 
 
-def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht]):
+def test_records_outlive_the_node_by_which_one_entered(nodes):
     def is_joined():
         for node in nodes:
             node.find(KEY, 0.2)
@@ -85,7 +85,7 @@ def test_a_port_in_use_is_said():
             LibtorrentDht(HOST, current.getsockname()[1])
 
 
-def test_a_name_is_found_by_fifty_nodes(start: Start):
+def test_a_name_is_found_by_fifty_nodes(start):
     first = start()
     nodes = [first, *(start(first) for _ in range(CROWD - 1))]
     nodes[7].announce(KEY, 7001)
@@ -96,9 +96,7 @@ def test_a_name_is_found_by_fifty_nodes(start: Start):
 
 @pytest.mark.skipif(host_towards(("192.0.2.1", 9)) in ("0.0.0.0", HOST), reason="only loopback here")
 @pytest.mark.parametrize("late_s", [0.0, 1.0])
-def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
-    late_s: float, start: Start, monkeypatch
-):
+def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(late_s, start, monkeypatch):
     """Also where a busy machine hears of all but the first address after the announcement."""
     real = LibtorrentDht._handle
 
@@ -118,7 +116,7 @@ def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard(
         assert second.host == host and (host, 7001) in second.find(KEY, scaled(30))
 
 
-def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(tmp_path, make_identity, start: Start):
+def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(tmp_path, make_identity, start):
     dataset, ttl_s = make_dataset(tmp_path / "dataset", 2, 50), scaled(0.6)
     first, seeker = start(), make_identity("seeker")
     other = start(first)
@@ -161,7 +159,7 @@ def forge(node: LibtorrentDht, key: bytes, ports: range, host: str = HOST):
             sock.recv(65536)  # its answer: no faster than it takes them
 
 
-def test_forged_announcements_delay_a_search_by_a_bounded_time(tmp_path, nodes: list[LibtorrentDht], make_identity):
+def test_forged_announcements_delay_a_search_by_a_bounded_time(tmp_path, nodes, make_identity):
     dataset, seeker = make_dataset(tmp_path / "dataset", 2, 50), make_identity("seeker")
     key = record_key(seeker.network_id, "dataset", NAME)
     with contextlib.ExitStack() as stack:
@@ -184,9 +182,7 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(tmp_path, nodes: 
         assert peers == {provider.identity.peer_id} and times[-1] < scaled(8.0)
 
 
-def test_forged_announcements_keep_no_revocation_from_a_node(
-    tmp_path, nodes: list[LibtorrentDht], make_identity, network_dir
-):
+def test_forged_announcements_keep_no_revocation_from_a_node(tmp_path, nodes, make_identity, network_dir):
     """Two data nodes without a dataset or a peer in common, and a crowd under the key by which they find each other."""
     members = [make_identity(name) for name in ("first", "second", "thief")]
     first, second, thief = members

@@ -50,7 +50,7 @@ def request_status(client: Client, address: str, method: str, path: str, body: A
 
 
 @pytest.mark.parametrize("name, num_messages", [("data", 1), ("scheduler", 2), ("coordinator", 6)])
-def test_servers_answer_as_their_documents_say(network: Running, name: str, num_messages: int):
+def test_servers_answer_as_their_documents_say(network, name, num_messages):
     """Every route declares how it refuses; a message has a schema without further fields, every list a bound."""
     client, address = network[0].client("client"), network[1][name]
     document, _ = client.request_json(address, "GET", "/openapi.json")
@@ -109,7 +109,7 @@ def check_bounds(name: str, schemas: dict, seen: set[str]):
 @pytest.mark.timeout(600 + 6 * int(EXAMPLES))
 @pytest.mark.skipif(SCHEMATHESIS is None, reason="FOREBAY_SCHEMATHESIS names no interpreter with schemathesis")
 @pytest.mark.parametrize("name", SERVERS)
-def test_schemathesis_finds_nothing(network: Running, name: str):
+def test_schemathesis_finds_nothing(network, name):
     command = [SCHEMATHESIS, str(TESTS / "support" / "http_api.py"), f"https://{network[1][name]}"]
     done = subprocess.run([*command, str(network[0].homes["client"]), EXAMPLES], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]

@@ -56,7 +56,7 @@ def patient(monkeypatch):
 
 
 @pytest.mark.parametrize("lie", sorted(LIES))
-def test_a_leased_slice_comes_from_the_honest_one(lie: str, dataset: Dataset, make_identity, tmp_path, monkeypatch):
+def test_a_leased_slice_comes_from_the_honest_one(lie, dataset, make_identity, tmp_path, monkeypatch):
     """The liar is asked first, as another worker; it is left for what it did, and the origin gives the slice."""
     stall_s = scaled(STALL_S)
     monkeypatch.setattr(fetching, "_STALL_S", stall_s if lie in WAITED_FOR else 60.0)
@@ -94,7 +94,7 @@ def announced(stack: ExitStack, table: LocalDiscovery, identity: Identity, *args
 
 
 @pytest.mark.usefixtures("patient")
-def test_document_ends_are_those_of_the_honest_one(dataset: Dataset, make_identity):
+def test_document_ends_are_those_of_the_honest_one(dataset, make_identity):
     """They decide which samples a packed job has: a scheduler reads them before the first lease."""
     table, reader = LocalDiscovery(), make_identity("reader")
     peers = sorted((make_identity(f"peer-{i}") for i in range(3)), key=lambda peer: peer.peer_id)
@@ -126,7 +126,7 @@ CLAIMS = {
 
 
 @pytest.mark.parametrize("lie", ["silent", "huge", "garbage", "wrong_range", "redirect", "hang_up", *CLAIMS])
-def test_a_search_hears_the_honest_one_only(lie: str, dataset: Dataset, make_identity, request):
+def test_a_search_hears_the_honest_one_only(lie, dataset, make_identity, request):
     if lie != "silent":
         request.getfixturevalue("patient")
     table, reader, identity = LocalDiscovery(), make_identity("reader"), make_identity("liar")

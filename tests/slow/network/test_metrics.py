@@ -159,14 +159,14 @@ def consume(loader: Any, stop: threading.Event):
                 break
 
 
-def test_promtool_finds_nothing_to_improve(processes: Processes):
+def test_promtool_finds_nothing_to_improve(processes):
     shown = processes.expositions()
     for kind, text in shown.items():
         assert prometheus.lint(text) == "", kind
     assert [kind for kind, text in shown.items() if "forebay_announce_failing" in text] == ["data node", "worker"]
 
 
-def test_prometheus_scrapes_every_process_and_answers_grafana(processes: Processes):
+def test_prometheus_scrapes_every_process_and_answers_grafana(processes):
     (processes.directory / "forebay-rules.yml").write_text(yaml_blocks()["forebay-rules.yml"])
     with prometheus.running(processes.config(), processes.directory) as server:
         # A scrape that takes longer than a second fails, and its values are missing until the next.
@@ -235,7 +235,7 @@ def exposed(processes: Processes) -> dict[str, tuple[str, tuple[str, ...], str]]
     return result
 
 
-def test_the_page_lists_every_metric(processes: Processes):
+def test_the_page_lists_every_metric(processes):
     """In both directions, with types, labels and descriptions; those of the table also where this job has none."""
     real, listed = exposed(processes), documented()
     lines = [f"|`{n}`|{k}|{', '.join(f'`{x}`' for x in ls)}|{a}|" for n, (k, ls, a) in sorted(real.items())]

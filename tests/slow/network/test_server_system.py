@@ -26,7 +26,7 @@ def server(make_identity) -> Iterator[Server]:
         yield server
 
 
-def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Client):
+def test_a_forked_child_keeps_no_copy_of_the_listener(server, client: Client):
     """It would take connections in that no process answers, once the parent is gone."""
     client.request_json(server.address, "GET", "/")
     mine, its = socket.socketpair()
@@ -47,7 +47,7 @@ def test_a_forked_child_keeps_no_copy_of_the_listener(server: Server, client: Cl
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_no_free_descriptors_for_a_moment(server: Server, client: Client, monkeypatch, caplog):
+def test_no_free_descriptors_for_a_moment(server, client: Client, monkeypatch, caplog):
     # Who cannot read its revocation lists trusts nobody: here nobody looks at them amid the test.
     monkeypatch.setattr("forebay.network.pki.revocation.LOOK_EVERY_S", 3600.0)
     client.request_json(server.address, "GET", "/")

@@ -40,7 +40,7 @@ def world(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def node(world: Path) -> Iterator[DataNode]:
+def node(world) -> Iterator[DataNode]:
     with DataNode(Identity.load(world / "node"), [open_dataset(world / "one")], HOST, 0, None) as node:
         yield node
 
@@ -79,9 +79,7 @@ def take_all(member: Member, out: Path):
         joined.reader.release(index, True)
 
 
-def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
-    world: Path, node: DataNode, tmp_path, fetcher: RunFetcher
-):
+def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(world, node, tmp_path, fetcher):
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, fetcher, share=False) as leech:
         take_all(leech, tmp_path / "leech")
@@ -96,7 +94,7 @@ def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
     until(lambda: len(swarm) == 1)  # All left, the node is still there.
 
 
-def test_an_address_where_somebody_else_listens_is_not_believed(world: Path, node: DataNode):
+def test_an_address_where_somebody_else_listens_is_not_believed(world, node):
     with Client(Identity.load(world / "a")) as client:
         path, body = f"/v1/swarm/{node.datasets[0].id}", {"address": node.address, "have": f"0-{SLICES - 1}"}
         until(lambda: client.request_json(node.address, "POST", path, body)[0]["wait_s"] > 0.05)
@@ -104,9 +102,7 @@ def test_an_address_where_somebody_else_listens_is_not_believed(world: Path, nod
     assert swarm.copies().max() == 0 and swarm.sharers(9) == []
 
 
-def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
-    world: Path, node: DataNode, tmp_path, fetcher: RunFetcher
-):
+def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(world, node, tmp_path, fetcher):
     with member(world, "a", node, fetcher, share=True) as sharer:
         take_all(sharer, tmp_path / "first")
         node.stop(0.0)
@@ -120,7 +116,7 @@ def test_who_comes_after_the_data_nodes_death_gets_all_from_who_shares(
     assert open_dataset(tmp_path / "late").verify(workers=1).ok
 
 
-def test_a_sharer_keeps_to_what_certificates_cover(world: Path, tmp_path):
+def test_a_sharer_keeps_to_what_certificates_cover(world, tmp_path):
     """And a slice that vanished from its cache is 404."""
     row = open_dataset(world / "one").table.row(0)
     cache = ChunkCache(tmp_path / "cache", 1 << 20)
@@ -142,7 +138,7 @@ def test_a_sharer_keeps_to_what_certificates_cover(world: Path, tmp_path):
             client.get_bytes(share.address, path, 1 << 20)
 
 
-def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Path, tmp_path):
+def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world, tmp_path):
     both = [open_dataset(world / "one"), make_dataset(tmp_path / "two", SLICES + 1, 60)]
     identity = Identity.load(world / "node")
     with DataNode(identity, both, HOST, 0, None) as node, Client(Identity.load(world / "a")) as client:
@@ -157,5 +153,3 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
             scheduler.start()
         scheduler.stop()
         assert all(item.id in str(refused.value) for item in both)
-    with pytest.raises(UsageError, match="each dataset once"):
-        DataNode(identity, [both[0], both[0]], HOST, 0, None)

@@ -5,7 +5,6 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -84,7 +83,7 @@ def swarms(tmp_path) -> Iterator:
         swarm.close()
 
 
-def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_request_an_object(tmp_path, swarms: Any):
+def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_request_an_object(tmp_path, swarms):
     make_dataset(tmp_path / "web", 16, 1 << 15)
     with OriginServer(tmp_path / "web") as server:
         server.faults.requests_per_s = 40.0

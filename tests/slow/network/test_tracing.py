@@ -66,7 +66,7 @@ def attributes(span: Any) -> dict:
     return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
 
 
-def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver: tuple[str, list], tmp_path, start: Start):
+def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver, tmp_path, start: Start):
     url, spans = receiver
     listen = ("--listen", f"{HOST}:0", "--json")
     host, port = start("dht", *listen).ready()["address"].split(":")
@@ -90,6 +90,6 @@ def test_spans_of_a_client_and_a_data_node_form_one_trace(receiver: tuple[str, l
 
 
 @pytest.mark.parametrize("variables", [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:1", "OTEL_SDK_DISABLED": "true"}])
-def test_the_sdk_is_not_imported_without_need(variables: dict[str, str]):
+def test_the_sdk_is_not_imported_without_need(variables):
     program = Process("-c", IMPORTED, **variables)
     assert (program.wait(), program.output) == (0, ["[]\n"]), program.errors

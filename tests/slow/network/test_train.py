@@ -33,7 +33,7 @@ def network(tmp_path, stack: ExitStack) -> Network:
 
 
 @pytest.fixture
-def service(network: Network) -> Iterator[SchedulerService]:
+def service(network) -> Iterator[SchedulerService]:
     return network.schedule(seq_len=SEQ_LEN, stall_s=600.0)
 
 
@@ -78,7 +78,7 @@ def test_four_workers_train_once_and_fetch_once(tmp_path, stack: ExitStack):
     assert np.array_equal(seen[TOKENS // SEQ_LEN + 2], dataset.open_slice(1).tokens[2 * SEQ_LEN : 3 * SEQ_LEN])
 
 
-def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerService):
+def test_garbage_and_thieves_are_refused(network, service):
     owner, thief = (ExchangeClient(network.client(name), service.address) for name in ("w1", "w2"))
     first = owner.exchange(want=1)["leases"][0]
     lease_id, step = first["lease_id"], {"start": 0, "stop": 1}
@@ -103,7 +103,7 @@ def test_garbage_and_thieves_are_refused(network: Network, service: SchedulerSer
     assert service.status()["slices_leased"] == num_leased > 1
 
 
-def test_a_use_needs_proof_that_its_slice_was_there(network: Network, service: SchedulerService, monkeypatch):
+def test_a_use_needs_proof_that_its_slice_was_there(network, service, monkeypatch):
     monkeypatch.setattr(proofs, "MAX_TOKENS_PER_S", 1.0)
     worker = ExchangeClient(network.client("w1"), service.address)
     first, second = worker.exchange(want=2)["leases"]
@@ -122,7 +122,7 @@ def test_a_use_needs_proof_that_its_slice_was_there(network: Network, service: S
     assert ExchangeClient(network.client("w2"), service.address).exchange(want=1)["leases"]
 
 
-def test_an_assignment_names_providers_and_a_slice_and_carries_no_payload(network: Network, service: SchedulerService):
+def test_an_assignment_names_providers_and_a_slice_and_carries_no_payload(network, service):
     """Peer ids and addresses of those who have it, dataset, slice, hash, place: less than a kilobyte."""
     (node,) = network.nodes
     lease = ExchangeClient(network.client("w1"), service.address).exchange(want=1)["leases"][0]
@@ -133,9 +133,7 @@ def test_an_assignment_names_providers_and_a_slice_and_carries_no_payload(networ
     assert lease["expires_in_s"] > 0 and len(json.dumps(lease)) < 1024
 
 
-def test_less_than_a_kilobyte_a_slice_passes_through_the_scheduler(
-    network: Network, service: SchedulerService, stack: ExitStack
-):
+def test_less_than_a_kilobyte_a_slice_passes_through_the_scheduler(network, service, stack: ExitStack):
     """All that a worker and the scheduler send each other, TLS included, over the slices used."""
     proxy = CuttingProxy(random.Random(0), 0.0)
     stack.callback(proxy.close)
@@ -147,7 +145,7 @@ def test_less_than_a_kilobyte_a_slice_passes_through_the_scheduler(
     assert proxy.carried - 2500 * (proxy.connections + 1) < 1024 * (NUM_SLICES - 1)
 
 
-def test_a_state_of_another_job_and_a_dataset_nobody_has(network: Network, service: SchedulerService):
+def test_a_state_of_another_job_and_a_dataset_nobody_has(network, service):
     service.stop()
     with pytest.raises(StateError, match="seq_len"):
         network.schedule(seq_len=8)

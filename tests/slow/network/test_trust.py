@@ -45,7 +45,7 @@ def dataset(tmp_path) -> Dataset:
 
 
 @pytest.fixture
-def node(dataset: Dataset, table: LocalDiscovery, make_identity, tmp_path) -> Iterator[DataNode]:
+def node(dataset, table: LocalDiscovery, make_identity, tmp_path) -> Iterator[DataNode]:
     identity = make_identity("data")
     with AuditLog(tmp_path / "audit.log") as identity.audit, DataNode(identity, [dataset], HOST, 0, table) as node:
         yield node
@@ -56,7 +56,7 @@ def audit_events(path: Path) -> list[dict]:
 
 
 def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
-    dataset: Dataset, table: LocalDiscovery, client: Client, network_dir, monkeypatch
+    dataset, table: LocalDiscovery, client: Client, network_dir, monkeypatch
 ):
     for identity in (issue(network_dir, "worker", "worker"), issue(network_dir, "other", "data", datasets=("books",))):
         with monkeypatch.context() as patch:  # one whose program is changed claims all the same
@@ -69,7 +69,7 @@ def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
 
 
 def test_a_scheduler_must_be_certified_as_one(
-    node: DataNode, table: LocalDiscovery, make_identity, network_dir, tmp_path,
+    node, table: LocalDiscovery, make_identity, network_dir, tmp_path,
     monkeypatch,
 ):  # fmt: skip
     """A member without the role is in the DHT under the job's name: no worker believes it."""
@@ -96,7 +96,7 @@ def test_a_scheduler_must_be_certified_as_one(
         assert "does not cover" in ask(outsider, service.address, "POST", "/v2/exchange", {"want": 1})[1]["message"]
 
 
-def test_access_lists_and_quotas_at_the_door(dataset: Dataset, make_identity, client: Client, tmp_path):
+def test_access_lists_and_quotas_at_the_door(dataset, make_identity, client: Client, tmp_path):
     row, rules = dataset.table.row(0), tmp_path / "access.toml"
     rules.write_text(f'[[dataset]]\nname = "{NAME}"\nbytes_per_day = {row.bytes + 10}\n')
     identity, path = make_identity("data"), f"/v1/slices/{row.sha256}"
@@ -121,7 +121,7 @@ def test_access_lists_and_quotas_at_the_door(dataset: Dataset, make_identity, cl
 
 
 def test_a_revocation_spreads_and_cuts_live_connections(
-    node: DataNode, table: LocalDiscovery, make_identity, network_dir, client: Client, tmp_path
+    node, table: LocalDiscovery, make_identity, network_dir, client: Client, tmp_path
 ):
     """Sent to one node by an admin, fetched by another, in force at both without a restart."""
     other, thief = make_identity("data-2"), make_identity("thief")
@@ -153,9 +153,7 @@ def post_crl(member: Identity, address: str, pem: bytes) -> Any:
         return client.request_json(address, "POST", "/v1/crls", pem, timeout_s=60.0)[0]
 
 
-def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
-    node: DataNode, client: Client, network_dir, make_identity
-):
+def test_two_rogue_organisations_do_not_keep_the_roots_word_out(node, client: Client, network_dir, make_identity):
     """Each organisation signs the largest CRL there is; the root's still reaches a node, and others fetch all."""
     thief, other = make_identity("thief"), make_identity("other")
     for name in ("one", "two"):
@@ -190,7 +188,7 @@ def test_a_crl_that_is_not_wanted_is_not_read(network_dir, monkeypatch):
 
 
 def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
-    node: DataNode, dataset: Dataset, table: LocalDiscovery, make_identity, tmp_path
+    node, dataset, table: LocalDiscovery, make_identity, tmp_path
 ):
     """Another data node announces its own dataset under the name: only what the publisher signed counts."""
     anne, scheduler = make_identity("anne"), make_identity("scheduler")
@@ -214,7 +212,7 @@ def test_a_swapped_manifest_is_not_scheduled_for_who_demands_a_publisher(
             service.stop()
 
 
-def test_an_observer_sees_no_name_and_no_bytes(node: DataNode, dataset: Dataset, client: Client):
+def test_an_observer_sees_no_name_and_no_bytes(node, dataset, client: Client):
     """Everything passes through a wire that keeps a copy; certificates and names of members are encrypted, too."""
     seen = bytearray()
     listener = socket.create_server((HOST, 0))

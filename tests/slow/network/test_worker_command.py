@@ -34,7 +34,7 @@ def network(tmp_path, stack: ExitStack) -> Network:
 
 
 @pytest.fixture
-def work(network: Network, start: Start) -> Start:
+def work(network, start: Start) -> Start:
     """Start `forebay worker --scheduler … -- python -c PROGRAM`."""
 
     def run(service, program="", name="a", **environment):
@@ -61,7 +61,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Network, work: Start):
+def test_a_loader_without_arguments_leases_what_the_scheduler_has(network, work):
     """A program that closes its loader may leave without the interpreter's end."""
     service = network.schedule(seq_len=SEQ_LEN, packing="best_fit", lease_s=600.0)
     lines, report, _ = finish(work(service, f"{READ_ALL}loader.close()\nos._exit(0)"))
@@ -74,7 +74,7 @@ def test_a_loader_without_arguments_leases_what_the_scheduler_has(network: Netwo
     assert report["done"] == 1 and report["wasted_samples"] == 0 and 0 <= report["wait_share"] <= 1
 
 
-def test_arguments_of_the_program_come_before_those_of_the_worker(network: Network, work: Start):
+def test_arguments_of_the_program_come_before_those_of_the_worker(network, work):
     service = network.schedule(seq_len=SEQ_LEN)
     program = f"""
 import json, forebay
@@ -92,7 +92,7 @@ with forebay.Loader({str(network.directory / "dataset")!r}, seq_len=16, batch_si
     assert (report["loaders"], report["samples"]) == (1, 3)
 
 
-def test_two_ranks_of_a_launcher_lease_each_for_itself(network: Network, work: Start, tmp_path):
+def test_two_ranks_of_a_launcher_lease_each_for_itself(network, work, tmp_path):
     """As torchrun starts them: RANK and WORLD_SIZE are in their environment."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     # None begins before the other can: else a late one finds nothing left.
@@ -115,7 +115,7 @@ sys.exit(sum(rank.wait() for rank in ranks))
     network.assert_used_once(SAMPLES)
 
 
-def test_the_status_of_a_command_is_the_workers(network: Network, work: Start):
+def test_the_status_of_a_command_is_the_workers(network, work):
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     failing = "import sys, forebay\nfor batch in forebay.Loader():\n    sys.exit(7)\n"
     _, report, errors = finish(work(service, failing), 7)
@@ -126,7 +126,7 @@ def test_the_status_of_a_command_is_the_workers(network: Network, work: Start):
     assert lines[0]["step"] == 1 and lines[0]["loss"] > 0, "without a command, batches are counted"
 
 
-def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, work: Start):
+def test_the_counting_command_ends_well_when_it_is_stopped(network, work):
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0, epochs=100_000)
     process = work(service)
     until(lambda: service.status()["samples_used"] > 400)
@@ -138,7 +138,7 @@ def test_the_counting_command_ends_well_when_it_is_stopped(network: Network, wor
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_reach_the_whole_process_group(network: Network, work: Start, tmp_path, number: signal.Signals):
+def test_signals_reach_the_whole_process_group(network, work, tmp_path, number):
     """The command's own child, too; leases return at once though nothing was closed."""
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     program = f"""
@@ -158,7 +158,7 @@ child = subprocess.Popen([sys.executable, "-c", marks])
     assert service.status()["slices_leased"] == 0
 
 
-def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Start):
+def test_kill_9_of_the_command_or_of_the_worker(network, work):
     service = network.schedule(seq_len=SEQ_LEN, lease_s=600.0)
     killed, orphan = (work(service, READ_ALL, name, PAUSE_S="0.2") for name in ("a", "b"))
     pids = [process.ready()["pid"] for process in (killed, orphan)]
@@ -173,7 +173,7 @@ def test_kill_9_of_the_command_or_of_the_worker(network: Network, work: Start):
     network.assert_used_once(SAMPLES)
 
 
-def test_a_command_that_cannot_run_is_named(network: Network, start: Start):
+def test_a_command_that_cannot_run_is_named(network, start: Start):
     words = f"worker --scheduler {network.schedule(seq_len=SEQ_LEN).address} --identity {network.homes['a']}".split()
     for command, expected in (
         (["--", "no-such-program"], "worker: cannot run no-such-program: No such file or directory"),

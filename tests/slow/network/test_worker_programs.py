@@ -15,9 +15,7 @@ from support.processes import Process
         ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}, [None, "1"]),
     ],
 )
-def test_workers_of_one_machine_do_not_spin_for_each_other(
-    environment: dict[str, str], expected: list[str | None], monkeypatch
-):
+def test_workers_of_one_machine_do_not_spin_for_each_other(environment, expected, monkeypatch):
     pytest.importorskip("torch")
     code = """if True:
         import json, os

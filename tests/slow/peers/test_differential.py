@@ -246,7 +246,7 @@ def normal(text: str) -> str:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # warcio leaves files open.
 @pytest.mark.parametrize("seed", range(CORPORA))
-def test_the_same_documents_as_the_reference(tmp_path, seed: int):
+def test_the_same_documents_as_the_reference(tmp_path, seed):
     make = FORMATS[seed % len(FORMATS)]
     folder = tmp_path / "in"
     folder.mkdir()

@@ -47,7 +47,7 @@ def theirs() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_every_document_that_they_wrote_is_read(theirs: Path):
+def test_every_document_that_they_wrote_is_read(theirs):
     result = sorted(path for path in theirs.glob("*/*") if path.is_dir())
     assert result
     for path in result:
@@ -74,7 +74,7 @@ def read_rows(library: str, folder: Path) -> list:
         ("arrow", "datasets", ""), ("arrow", "datasets", "zstd"),
     ],
 )  # fmt: skip
-def test_their_libraries_read_text_with_its_columns(tmp_path, to: str, library: str, compress: str):
+def test_their_libraries_read_text_with_its_columns(tmp_path, to, library, compress):
     columns = {"text": COLUMNS["text"]}
     columns |= {name: COLUMNS[name] for name in ("digits", "url", "float64", "int64", "flag", "words", "uint16", "ids")}
     options = ConvertOptions(slice_bytes=8000, compress=compress)
@@ -91,7 +91,7 @@ def test_their_libraries_read_text_with_its_columns(tmp_path, to: str, library: 
 @pytest.mark.parametrize(
     "to, compress", [("mds", ""), ("mds", "zstd"), ("litdata", ""), ("litdata", "zstd"), ("megatron", "")]
 )
-def test_their_libraries_read_tokens(tmp_path, to: str, compress: str):
+def test_their_libraries_read_tokens(tmp_path, to, compress):
     settings = ConvertOptions(slice_bytes=1 << 20 if to == "litdata" else 3000, compress=compress)
     convert(TOKENS, tmp_path / "out", to, settings)
     rows = read_rows(to, tmp_path / "out")
@@ -102,7 +102,7 @@ def test_their_libraries_read_tokens(tmp_path, to: str, compress: str):
 
 
 @pytest.mark.parametrize("to", ["mds", "litdata"])
-def test_their_libraries_read_what_prepare_writes(tmp_path, to: str):
+def test_their_libraries_read_what_prepare_writes(tmp_path, to):
     """One dataset of the files of three tasks, in place and fetched: shards are copied by their names in the index."""
     expected = []
     (tmp_path / "in").mkdir()

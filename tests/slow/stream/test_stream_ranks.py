@@ -32,7 +32,7 @@ def long_rows(count: int) -> Rows:
     "server, kind, files, steps",
     [("web", "jsonl", 1, 2800), ("web", "parquet", 1, 2800), ("web", "jsonl.gz", 4, 5600), ("hub", "parquet", 2, 2800)],
 )
-def test_four_ranks_fetch_what_one_fetches(tmp_path, monkeypatch, server: str, kind: str, files: int, steps: int):
+def test_four_ranks_fetch_what_one_fetches(tmp_path, monkeypatch, server, kind, files, steps):
     """96 % of the samples of 24 or 48 MB of text."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -61,7 +61,7 @@ def test_four_ranks_fetch_what_one_fetches(tmp_path, monkeypatch, server: str, k
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_four_workers_of_a_coordinator_fetch_what_one_fetches(tmp_path, monkeypatch, kind: str):
+def test_four_workers_of_a_coordinator_fetch_what_one_fetches(tmp_path, monkeypatch, kind):
     """93 % of the samples of 24 MB, by default settings."""
     repo = write_repo(tmp_path / "datasets/a/b")
     (repo / f"train.{kind}").write_bytes(FORMS[kind](long_rows(4000)))

@@ -29,7 +29,7 @@ def make_corpus(folder: Path, num_bytes: int) -> Path:
 
 
 @pytest.mark.parametrize("to", ["dataset", "parquet", "report"])
-def test_files_that_are_no_bomb_alone_are_one_together(tmp_path, monkeypatch, to: str):
+def test_files_that_are_no_bomb_alone_are_one_together(tmp_path, monkeypatch, to):
     monkeypatch.setattr(inputs, "MIN_UNPACKED_BYTES", FLOOR)
     corpus = make_corpus(tmp_path / "in", FLOOR * 3 // 4)
     alone = prepare_dataset(corpus / "3.jsonl.zst", tmp_path / "one", tokenizer="bytes", workers=1, to=to)
@@ -55,7 +55,7 @@ def test_a_conversion_has_one_budget(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
 @pytest.mark.parametrize("over", [False, True])
-def test_the_verdict_is_the_same_in_any_order(order: tuple[int, ...], over: bool):
+def test_the_verdict_is_the_same_in_any_order(order, over):
     sizes = [400_000, 100, 1000, 1_000_000]
     files = tuple(InputFile(f"{size}", f"{size}", "jsonl", "zst", size, "") for size in sizes)
     texts = [1_000_000, 300, 200 * sum(sizes) - 3_000_300 + over, 2_000_000]

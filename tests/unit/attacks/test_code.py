@@ -41,14 +41,14 @@ def strange(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("how", RECIPES)
-def test_a_recipe_names_code_in_vain(strange: Path, how: str):
+def test_a_recipe_names_code_in_vain(strange, how):
     (strange / "recipe.toml").write_text(RECIPES[how])
     with pytest.raises(UsageError, match=r"recipe\.toml"):
         load_recipe(config=strange / "recipe.toml")
     assert "strange_code" not in sys.modules
 
 
-def test_the_settings_of_a_run_name_code_in_vain(strange: Path):
+def test_the_settings_of_a_run_name_code_in_vain(strange):
     (strange / "text.txt").write_text("a text\n")
     with pytest.raises(UsageError, match="names code"):  # a coordinator's tokenizer_name is the setting of each worker
         create_huggingface_dataset(str(strange / "text.txt"), tokenizer_name=CODE)

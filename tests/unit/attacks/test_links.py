@@ -42,7 +42,7 @@ def original(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def data(tmp_path, original: Path) -> Path:
+def data(tmp_path, original) -> Path:
     return Path(shutil.copytree(original, tmp_path / "data"))
 
 
@@ -87,7 +87,7 @@ def test_a_directory_of_slices_that_is_a_link(data, tmp_path):
     assert not verify_dataset(data).ok
 
 
-def test_verify_and_import_name_links(data, tmp_path):
+def test_verify_and_import_name_links(data):
     make_link(data, SLICE)
     assert verify_dataset(data).changed == [SLICE]
     for name in (MANIFEST_FILE, "slices.parquet"):

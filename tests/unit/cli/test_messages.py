@@ -55,7 +55,7 @@ def assert_one_line(capsys: Printed, arguments: list[object], *words: str):
         assert word in lines[0]
 
 
-def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp_path, capsys):
+def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus, tmp_path, capsys):
     out, ids = tmp_path / "d", tmp_path / "ids"
     prepare = ("prepare", corpus, "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB", "--workers", 1)
     summary = report(capsys, *prepare, "--write-ids", ids)
@@ -77,7 +77,7 @@ def test_prepare_inspect_and_verify_print_what_scripts_rely_on(corpus: Path, tmp
     assert verified["ok"] is False and len(verified["bad"]) == 1 and slices[1].name in verified["bad"][0]
 
 
-def test_roles_names_and_keys_of_a_network(node: Path, tmp_path, capsys):
+def test_roles_names_and_keys_of_a_network(node, tmp_path, capsys):
     """A role is given explicitly, a network has the name of its directory, and no key is overwritten."""
     net, key = tmp_path / "net", (node / "node-key.pem").read_bytes()
     assert_one_line(capsys, ["network", "join", net, tmp_path / "bob", "--name", "bob"], "--role")
@@ -87,7 +87,6 @@ def test_roles_names_and_keys_of_a_network(node: Path, tmp_path, capsys):
     other = ["inspect", "forebay://other/nothing", "--identity", node]
     assert_one_line(capsys, other, "expected an identity in the network 'other'", "forebay://net/nothing")
     assert_one_line(capsys, ["network", "join", net, node, "--name", "mallory", "--role", "all"], "alice")
-    assert_one_line(capsys, ["network", "init", net], "net")
     assert (node / "node-key.pem").read_bytes() == key
     assert (node / "node-key.pem").stat().st_mode & 0o077 == 0
     before = report(capsys, "network", "show", node)
@@ -113,7 +112,7 @@ OWN = ["R2_DATASET_BUCKET_NAME=b", "export DATASET_BINS_PATH='remote/'", "R2_DAT
     ],
 )
 def test_an_env_file_has_lines_of_others_and_its_empty_keys_are_told(
-    capsys, monkeypatch, tmp_path, how: str, lines: list[str], environment: dict[str, str], message: str
+    capsys, monkeypatch, tmp_path, how, lines, environment, message
 ):
     for name in [name for name in os.environ if name.startswith(("R2_DATASET", "DATASET_BINS"))]:
         monkeypatch.delenv(name)

@@ -79,7 +79,7 @@ def test_json_logs_have_all_that_is_written_to_stderr(capsys):
 
 
 @pytest.mark.parametrize("arguments", [["verify", "nothing", "--json"], ["verify", "--json"]])
-def test_an_error_is_an_object_with_json(arguments: list[str], monkeypatch,
+def test_an_error_is_an_object_with_json(arguments, monkeypatch,
                                          capsys):  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["forebay", *arguments])
     with contextlib.suppress(SystemExit):
@@ -89,7 +89,7 @@ def test_an_error_is_an_object_with_json(arguments: list[str], monkeypatch,
 
 
 @pytest.mark.parametrize("name", ["c4", "fineweb"])
-def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys):
+def test_a_recipe_and_the_table_of_its_name_are_both_shown(name, capsys):
     assert main(["prepare", "--explain", name]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(recipe_text(name)) and f"# [{name}]" in shown

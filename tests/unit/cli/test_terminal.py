@@ -11,7 +11,7 @@ from forebay.errors import printable
 
 
 @given(st.text())
-def test_control_characters_come_out_as_their_escapes(text: str):
+def test_control_characters_come_out_as_their_escapes(text):
     shown = printable(text)
     assert all(c.isprintable() or not c.isascii() for c in shown)
     assert not set(shown) & set("\n\x1b\x9b\r\x07\x7f\x85\u2028\u202e")

@@ -43,7 +43,7 @@ def slices(source: TokenSource, num_written: tuple[int, int]) -> list[tuple[list
 
 
 @given(st.lists(DOCUMENTS, min_size=1, max_size=8), st.lists(st.booleans(), min_size=1, max_size=4))
-def test_behind_every_slice_the_same_follow(parts: list[list[int]], has_positions: list[bool]):
+def test_behind_every_slice_the_same_follow(parts, has_positions):
     source = made_source(parts, [True, *has_positions])
     assert source.parts_from is not None
     cursor = Cursor(source.parts_from, lambda part: len(part.tokens), 0, None)

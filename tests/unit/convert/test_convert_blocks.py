@@ -20,7 +20,7 @@ NONE = ConvertOptions()
 
 
 @BOTH
-def test_a_stream_without_gaps_is_read_once(tmp_path, to: str):
+def test_a_stream_without_gaps_is_read_once(tmp_path, to):
     """A caller that has its rows only once declares the fields as not nullable."""
     schema = pa.schema([pa.field("text", pa.large_string(), nullable=False), pa.field("n", pa.int64(), nullable=False)])
     reads = 0
@@ -41,7 +41,7 @@ def test_a_stream_without_gaps_is_read_once(tmp_path, to: str):
 
 
 @BOTH
-def test_columns_beside_tokens_are_kept_and_an_empty_table_is_an_empty_dataset(tmp_path, to: str):
+def test_columns_beside_tokens_are_kept_and_an_empty_table_is_an_empty_dataset(tmp_path, to):
     ids = pa.array([[1, 2], [3]], pa.list_(pa.uint16()))
     convert(made_table({"input_ids": ids, "url": ["u", "v"]}), tmp_path / "a.parquet", "parquet", NONE)
     convert(tmp_path / "a.parquet", tmp_path / "out", to, NONE)
@@ -59,7 +59,7 @@ def test_columns_beside_tokens_are_kept_and_an_empty_table_is_an_empty_dataset(t
 
 
 @BOTH
-def test_values_that_they_cannot_hold_are_refused(tmp_path, to: str):
+def test_values_that_they_cannot_hold_are_refused(tmp_path, to):
     for columns, match in [
         ({"blob": [b"x", None]}, "expected bytes in every row of 'blob'"),
         ({}, "expected a table with columns"),
@@ -71,7 +71,7 @@ def test_values_that_they_cannot_hold_are_refused(tmp_path, to: str):
 
 
 @pytest.mark.parametrize("to, key, match", [("mds", "column_encodings", "pkl"), ("litdata", "data_format", "pickle")])
-def test_columns_that_run_code_are_refused(tmp_path, to: str, key: str, match: str):
+def test_columns_that_run_code_are_refused(tmp_path, to, key, match):
     convert(made_table({"text": ["a"]}), tmp_path / "out", to, NONE)
     index = tmp_path / "out" / "index.json"
     index.write_text(index.read_text().replace('"str"', f'"{match}"'))
@@ -90,7 +90,7 @@ def stream(part: int) -> Iterator[pa.RecordBatch]:
 
 @BOTH
 @pytest.mark.parametrize("compress", ["", "zstd"])
-def test_directories_that_were_written_apart_become_one_dataset(tmp_path, to: str, compress: str):
+def test_directories_that_were_written_apart_become_one_dataset(tmp_path, to, compress):
     merged = tmp_path / "merged"
     merged.mkdir()
 

@@ -51,7 +51,7 @@ def test_conversations_keep_their_masked_labels(tmp_path):
 
 
 @pytest.mark.parametrize("name, start", [("t.jsonl.gz", b"\x1f\x8b"), ("t.tar.zst", b"\x28\xb5\x2f\xfd")])
-def test_a_suffix_names_the_compression(tmp_path, name: str, start: bytes):
+def test_a_suffix_names_the_compression(tmp_path, name, start):
     convert(made_table({"a": [1, 2, 3]}), tmp_path / name, "webdataset" if "tar" in name else "jsonl", ConvertOptions())
     assert (tmp_path / name).read_bytes().startswith(start)
     assert read_table(tmp_path / name)["a"].to_pylist() == [1, 2, 3]
@@ -104,7 +104,7 @@ def test_a_source_is_verified_by_its_hashes(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["parquet", "arrow", "jsonl", "tfrecord", "webdataset"])
-def test_a_file_that_is_cut_is_an_error(tmp_path, to: str):
+def test_a_file_that_is_cut_is_an_error(tmp_path, to):
     path = tmp_path / "t.x"
     convert(made_table({"text": ["word"] * 300, "n": list(range(300))}), path, to, ConvertOptions())
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 - 3])

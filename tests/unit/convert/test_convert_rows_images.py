@@ -45,7 +45,7 @@ def load_rows(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("via", ["webdataset", "parquet"])
-def test_images_go_through_other_formats_as_they_are(tmp_path, via: str):
+def test_images_go_through_other_formats_as_they_are(tmp_path, via):
     write_classes(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "direct", "forebay", NONE)
     convert(tmp_path / "in", tmp_path / "via", via, ConvertOptions(slice_bytes=1000))

@@ -34,7 +34,7 @@ def tree(chunks: list[bytes]) -> bytes:
 
 
 @given(data=st.binary(max_size=300), chunk_bytes=st.integers(1, 40), cuts=st.lists(st.integers(0, 300), max_size=5))
-def test_the_root_is_that_of_the_definition(data: bytes, chunk_bytes: int, cuts: list[int]):
+def test_the_root_is_that_of_the_definition(data, chunk_bytes, cuts):
     chunks = [data[start : start + chunk_bytes] for start in range(0, max(1, len(data)), chunk_bytes)]
     hasher = ChunkHasher(chunk_bytes)
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -48,7 +48,7 @@ def test_the_root_is_that_of_the_definition(data: bytes, chunk_bytes: int, cuts:
 
 
 @given(st.integers(0, 1 << 40))
-def test_chunk_sizes(slice_bytes: int):
+def test_chunk_sizes(slice_bytes):
     size = chunk_size(slice_bytes)
     assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES and size & (size - 1) == 0
     assert slice_bytes // size >= 256 or size == MIN_CHUNK_BYTES

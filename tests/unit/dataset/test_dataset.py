@@ -80,7 +80,7 @@ def test_golden_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("version", ["1", "2", "4", "3.0", "true", '"3"'])
-def test_other_formats_are_refused(version: str, tmp_path, capsys):
+def test_other_formats_are_refused(version, tmp_path, capsys):
     data = (GOLDEN / "manifest.json").read_text().replace('"format": 3', f'"format": {version}')
     (tmp_path / "manifest.json").write_text(data)
     with pytest.raises(DatasetError, match=r"expected format 3, got format .*\. Prepare the dataset again") as error:
@@ -95,7 +95,7 @@ _DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "?"
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), rows=st.integers(0, 5))
-def test_rows_round_trip(tmp_path, data: st.DataObject, rows: int):
+def test_rows_round_trip(tmp_path, data, rows):
     names = data.draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=4, unique=True))
     names = [n.encode("utf-8", "ignore").decode() + str(i) for i, n in enumerate(names)]
     tensors = {}
@@ -149,14 +149,14 @@ _HOSTILE = {
 
 
 @pytest.mark.parametrize("name", _HOSTILE)
-def test_hostile_header(tmp_path, name: str):
+def test_hostile_header(tmp_path, name):
     header, body, length = _HOSTILE[name]
     with pytest.raises(DatasetError, match="expected"):
         open_slice(raw_slice(tmp_path / "h.safetensors", header, body, length))
 
 
 @given(data=st.binary(max_size=300), offset=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_garbage_manifest_and_table(data: bytes, offset: int, bit: int):
+def test_garbage_manifest_and_table(data, offset, bit):
     table = golden_table().to_parquet()
     full = make_manifest(golden_table()).to_json()
     for parse, good in ((Manifest.from_json, full), (SliceTable.from_parquet, table)):
@@ -195,7 +195,7 @@ def test_wrong_use_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "a\\..\\x.safetensors", "", "x.txt"]
 )
-def test_path_escape(name: str):
+def test_path_escape(name):
     with pytest.raises(DatasetError, match="inside"):
         SliceTable.from_rows([SliceInfo(0, name, 1, "00" * 32, 1, 1)])
     ones = np.ones(1, np.int64)

@@ -41,7 +41,7 @@ def rows(tmp_path) -> Path:
     return folder
 
 
-def test_documents_by_number(tokens: Path):
+def test_documents_by_number(tokens):
     dataset = open_dataset(tokens)
     assert len(dataset) == len(TEXTS) and dataset.num_slices > 3
     result = [dataset.document(i) for i in range(len(dataset))]
@@ -63,7 +63,7 @@ def test_documents_by_number(tokens: Path):
         assert part in repr(dataset)
 
 
-def test_rows_by_number(rows: Path):
+def test_rows_by_number(rows):
     dataset = open_dataset(rows)
     assert len(dataset) == 5 and [int(row["label"]) for row in dataset] == [0, 1, 2, 10, 11]
     assert dataset[-1]["image"].tolist() == [[104, 105], [106, 107]] and len(dataset.head()) == 3
@@ -72,7 +72,7 @@ def test_rows_by_number(rows: Path):
     assert "5 rows" in repr(dataset)
 
 
-def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys):
+def test_inspect_shows_rows_and_documents(tokens, rows, capsys):
     assert main(["inspect", str(rows), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["rows"], result["columns"]) == (5, {"image": "F32 [2, 2]", "label": "I64 []"})
@@ -112,7 +112,7 @@ def test_inspect_of_hostile_long_and_missing_text(tmp_path, capsys):
         assert f"expected a dataset (a directory with manifest.json), got {expected}" in capsys.readouterr().err
 
 
-def test_verify_says_what_it_compared(tokens: Path, tmp_path, capsys):
+def test_verify_says_what_it_compared(tokens, tmp_path, capsys):
     assert main(["verify", str(tokens), "--quiet"]) == 0
     assert "matches its hash" in capsys.readouterr().out
     path = tmp_path / "tokens.npy"

@@ -38,7 +38,7 @@ def frame(*lengths: int, num_tokens: int = 9) -> bytes:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1 << 31), max_size=9), st.sampled_from([0, 5, 1 << 32, 1 << 50]))))
-def test_lengths_of_any_slices_are_read_as_they_were_written(slices: list):
+def test_lengths_of_any_slices_are_read_as_they_were_written(slices):
     sizes = [(sum(lengths) + rest, len(lengths)) for lengths, rest in slices]
     data = b"".join(frame(*lengths, num_tokens=count) for (lengths, _), (count, _) in zip(slices, sizes))
     assert read(data, *sizes) == [(np.uint64, np.cumsum(lengths, dtype=int).tolist()) for lengths, _ in slices]
@@ -63,12 +63,12 @@ SLICES = (4851, 99), (40, 0), (605, 2)
         (FIRST, [(9, 1 << 40)], "at most 67108864 bytes of lengths of a slice, got 4398046511104"),
     ],
 )
-def test_lengths_that_contradict_the_table_are_refused(data: bytes, slices: list, message: str):
+def test_lengths_that_contradict_the_table_are_refused(data, slices, message):
     with pytest.raises(DatasetError, match=f"x: .*({message})"):
         read(data, *slices)
 
 
-def test_damage_is_found_before_a_sample_is_counted(dataset: Dataset):
+def test_damage_is_found_before_a_sample_is_counted(dataset):
     path = dataset.path / LENGTHS_FILE
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(DatasetError, match=f"{LENGTHS_FILE}: expected sha256"):
@@ -79,7 +79,7 @@ def test_damage_is_found_before_a_sample_is_counted(dataset: Dataset):
         plan_samples(dataset, 8, packing="best_fit")
 
 
-def test_the_first_source_with_the_right_bytes_is_read(dataset: Dataset, tmp_path):
+def test_the_first_source_with_the_right_bytes_is_read(dataset, tmp_path):
     data, origin = (dataset.path / LENGTHS_FILE).read_bytes(), PathOrigin(dataset.path)
     for name, content in (("short", data[:-1]), ("wrong", bytes(len(data))), ("right", data)):
         (tmp_path / name).mkdir()
@@ -93,7 +93,7 @@ def test_the_first_source_with_the_right_bytes_is_read(dataset: Dataset, tmp_pat
             assert [part.tolist() for part in remote.all_document_ends()] == [stops for _, stops in to_lists(MANY)]
 
 
-def test_counts_are_cached(dataset: Dataset, tmp_path):
+def test_counts_are_cached(dataset, tmp_path):
     plan = partial(plan_samples, dataset, packing="best_fit", cache_dir=tmp_path / "counts")
     first = plan(64)
     (dataset.path / LENGTHS_FILE).unlink()

@@ -49,7 +49,7 @@ def read_all(path: Path):
         dataset.open_slice(index)
 
 
-def test_once_each_also_for_other_readers(folder: Path, hashed: list[str]):
+def test_once_each_also_for_other_readers(folder, hashed):
     dataset = open_dataset(folder)
     assert hashed == []
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_once_each_also_for_other_readers(folder: Path, hashed: list[str]):
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
-def test_a_changed_byte_is_never_used(folder: Path, keep_times: bool):
+def test_a_changed_byte_is_never_used(folder, keep_times):
     read_all(folder)
     flip(folder / "2.safetensors", keep_times)
     with pytest.raises(DatasetError, match=r"2.safetensors: bytes \[0, "):
@@ -77,14 +77,14 @@ def test_a_changed_byte_is_never_used(folder: Path, keep_times: bool):
             pass
 
 
-def test_never(folder: Path, hashed: list[str]):
+def test_never(folder, hashed):
     flip(folder / "2.safetensors")
     assert len(open_dataset(folder, verify="never").open_slice(2).tokens) == 1000 and hashed == []
     with pytest.raises(UsageError, match="'once' or 'never'"):
         open_dataset(folder, verify="always")
 
 
-def test_without_a_place_for_marks_each_process_hashes(folder: Path, hashed: list[str], monkeypatch):
+def test_without_a_place_for_marks_each_process_hashes(folder, hashed, monkeypatch):
     monkeypatch.setenv("FOREBAY_CACHE", str(folder / "0.safetensors" / "below-a-file"))
     dataset = open_dataset(folder)
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_without_a_place_for_marks_each_process_hashes(folder: Path, hashed: lis
     assert len(hashed) == 1 + NUM_SLICES
 
 
-def test_torn_or_foreign_marks_only_cost_a_hash(folder: Path, hashed: list[str], tmp_path):
+def test_torn_or_foreign_marks_only_cost_a_hash(folder, hashed, tmp_path):
     read_all(folder)
     (marks,) = (tmp_path / "cache" / "verified").iterdir()
     marks.write_bytes(marks.read_bytes()[:20] + b"\xff" * 100)

@@ -9,7 +9,6 @@ import tarfile
 import zipfile
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -52,7 +51,7 @@ def tar(path: Path, samples: int = 4) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz"])
-def test_a_truncated_tar(tmp_path, name: str):
+def test_a_truncated_tar(tmp_path, name):
     path = tar(tmp_path / name)
     (report,) = reports(path)
     assert report.ok and report.kind == "webdataset"
@@ -95,7 +94,7 @@ def lines(num: int = 50) -> bytes:
 @pytest.mark.parametrize(
     "suffix, pack", [("", bytes), (".gz", gzip.compress), (".zst", zstandard.ZstdCompressor().compress)]
 )
-def test_truncated_jsonl(tmp_path, suffix: str, pack: Any):
+def test_truncated_jsonl(tmp_path, suffix, pack):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(pack(lines(2000)))
     assert not findings(path) and reports(path)[0].metadata["lines"] == 2000
@@ -131,7 +130,7 @@ def test_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream])
-def test_arrow(tmp_path, make: Any):
+def test_arrow(tmp_path, make):
     path = tmp_path / "a.arrow"
     with make(str(path), table().schema) as writer:
         writer.write_table(table(), max_chunksize=1000)
@@ -180,9 +179,7 @@ PNG = b"\x89PNG\r\n\x1a\n\0\0"
         ({"a.jsonl": b"{broken\n", "a.txt": b"one"}, False, ["WRONG damaged", "text: 1", "NOT ok: 1 of 2"]),
     ],
 )  # fmt: skip
-def test_what_is_not_examined_is_counted_by_kind_and_texts_are_healthy(
-    files: dict[str, bytes], ok: bool, shown: list[str], tmp_path, capsys
-):
+def test_what_is_not_examined_is_counted_by_kind_and_texts_are_healthy(files, ok, shown, tmp_path, capsys):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     assert main(["doctor", str(tmp_path)]) == (not ok)

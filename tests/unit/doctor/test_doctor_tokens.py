@@ -48,7 +48,7 @@ def test_a_npy_without_a_header(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [1, 1001])
-def test_truncated_files(tmp_path, lost: int):
+def test_truncated_files(tmp_path, lost):
     tokens = text_tokens(N)
     path = saved(tmp_path / "a.npy", tokens)
     os.truncate(path, path.stat().st_size - lost)
@@ -64,7 +64,7 @@ def test_bytes_after_a_npy(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [">u2", ">u4"])
-def test_the_other_byte_order(tmp_path, kind: str):
+def test_the_other_byte_order(tmp_path, kind):
     tokens = text_tokens(N, vocab=50257 if kind == ">u2" else 128_000, dtype=kind)
     little = kind.replace(">", "<")
     assert f"'{little}'" in only("byte-order", saved(tmp_path / "a.npy", tokens)).advice
@@ -75,7 +75,7 @@ def test_the_other_byte_order(tmp_path, kind: str):
     "kind, assumed",
     [("<u4", "<u2"), ("<i8", "<u2"), ("<i8", "<u4"), ("<u2", "<u4")],
 )
-def test_one_type_read_as_another(tmp_path, kind: str, assumed: str):
+def test_one_type_read_as_another(tmp_path, kind, assumed):
     tokens = text_tokens(N, dtype=kind)
     path = raw(tmp_path / "a.bin", tokens)
     result = only("wrong-dtype", path, dtype=np.dtype(assumed))
@@ -86,7 +86,7 @@ def test_one_type_read_as_another(tmp_path, kind: str, assumed: str):
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
-def test_npy_of_a_type_that_loaders_refuse(tmp_path, kind: type):
+def test_npy_of_a_type_that_loaders_refuse(tmp_path, kind):
     result = only("wrong-dtype", saved(tmp_path / "a.npy", text_tokens(N).astype(kind)))
     assert np.dtype(kind).name in result.evidence and "uint16" in result.advice
     assert not findings(saved(tmp_path / "b.npy", text_tokens(N).astype(kind).astype(np.uint16)))
@@ -144,9 +144,7 @@ def test_a_large_file_is_read_in_part(tmp_path):
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(st.integers(300, 200_000), st.integers(1, 6000), st.integers(0, 1 << 30), st.booleans(), st.booleans())
-def test_clean_random_files_give_no_finding(
-    tmp_path, vocab: int, count: int, seed: int, has_header: bool, is_even: bool
-):
+def test_clean_random_files_give_no_finding(tmp_path, vocab, count, seed, has_header, is_even):
     kind = np.uint16 if vocab <= 1 << 16 else np.uint32
     even = np.random.default_rng(seed).integers(0, vocab, count, kind)
     tokens = even if is_even else text_tokens(count, seed, vocab, kind)

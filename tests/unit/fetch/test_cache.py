@@ -105,7 +105,7 @@ def test_a_chunk_larger_than_the_budget(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["copied", "flipped", "no map"])
-def test_changes_of_files_by_others_are_noticed(tmp_path, damage: str, caplog):
+def test_changes_of_files_by_others_are_noticed(tmp_path, damage, caplog):
     cache = ChunkCache(tmp_path / "cache", 20 * SLICE)
     names = [put(cache, content(number), CHUNK) for number in range(2)]
     put_chunks(cache, content(2), CHUNK, [1])
@@ -165,7 +165,7 @@ def test_more_than_64_processes_are_refused(tmp_path):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(1, 15)), max_size=40), st.integers(2, 5))
-def test_the_budget_and_pins_hold_whatever_happens(tmp_path_factory, actions: list[tuple[int, int, int]], slices: int):
+def test_the_budget_and_pins_hold_whatever_happens(tmp_path_factory, actions, slices):
     """Two processes' caches fetch, release and evict; what one has pinned keeps its bytes, and the disk its limit."""
     folder, budget = tmp_path_factory.mktemp("cache"), slices * SLICE // 2 + 6 * MAP
     caches = [ChunkCache(folder, budget), ChunkCache(folder, budget)]

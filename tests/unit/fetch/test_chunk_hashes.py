@@ -37,7 +37,7 @@ def dataset(tmp_path) -> Dataset:
 
 
 @pytest.fixture
-def server(dataset: Dataset, monkeypatch) -> Iterator[OriginServer]:
+def server(dataset, monkeypatch) -> Iterator[OriginServer]:
     with OriginServer(dataset.path.parent) as created:
         for key, value in created.s3_environment.items():
             monkeypatch.setenv(key, value)
@@ -53,7 +53,7 @@ def as_dataset(folder: Path, like: Dataset) -> Dataset:
     return Dataset(folder, like.manifest, like.table, like.id)
 
 
-def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer):
+def test_damage_at_a_url_is_named(dataset, server):
     remote = open_remote(f"{server.url}/corpus")
     assert remote.verify().ok
     server.faults.corrupt[f"corpus/{CHUNKS_FILE}"] = 100
@@ -70,13 +70,13 @@ def test_damage_at_a_url_is_named(dataset: Dataset, server: OriginServer):
         remote.leaves(1)
 
 
-def test_those_of_a_small_dataset_come_with_one_request(dataset: Dataset, server: OriginServer):
+def test_those_of_a_small_dataset_come_with_one_request(dataset, server):
     remote = open_remote(f"{server.url}/corpus")
     assert [remote.leaves(index) for index in (2, 0, 1)] == [dataset.leaves(index) for index in (2, 0, 1)]
     assert server.requests[f"corpus/{CHUNKS_FILE}"] == 1
 
 
-def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, server: OriginServer):
+def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset, server):
     remote = open_remote(f"{server.url}/corpus")
     server.faults.drop = 1.0
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_the_fetch_of_chunks_asks_for_their_hashes_again(dataset: Dataset, serve
     assert remote.leaves(1) == dataset.leaves(1)
 
 
-def test_hashes_that_come_late_blame_no_source(dataset: Dataset, server: OriginServer, tmp_path, monkeypatch):
+def test_hashes_that_come_late_blame_no_source(dataset, server, tmp_path, monkeypatch):
     remote, faults, reported = open_remote(f"{server.url}/corpus"), [TransientError("busy")], []
 
     def read_leaves() -> bytes:
@@ -103,7 +103,7 @@ def test_hashes_that_come_late_blame_no_source(dataset: Dataset, server: OriginS
         assert (faults, reported, fetcher.attempts) == ([], [], 1)
 
 
-def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset: Dataset, server: OriginServer):
+def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset, server):
     expected = [dataset.leaves(index) for index in range(3)]
     (dataset.path / CHUNKS_FILE).write_bytes((dataset.path / CHUNKS_FILE).read_bytes()[:-1])
     remote = open_remote(f"{server.url}/corpus")
@@ -112,14 +112,14 @@ def test_hashes_that_are_cut_off_cost_their_own_slices_alone(dataset: Dataset, s
         remote.leaves(2)
 
 
-def test_a_child_does_not_wait_for_a_request_of_its_parent(dataset: Dataset, server: OriginServer):
+def test_a_child_does_not_wait_for_a_request_of_its_parent(dataset, server):
     remote = open_remote(f"{server.url}/corpus")
     remote._leaves_lock.acquire()
     remote.after_fork()
     assert remote.leaves(1) == dataset.leaves(1)
 
 
-def test_members_read_leaves_by_range_from_a_data_node(dataset: Dataset, make_identity, monkeypatch):
+def test_members_read_leaves_by_range_from_a_data_node(dataset, make_identity, monkeypatch):
     monkeypatch.setattr("forebay.dataset.reader.LEAVES_AT_ONCE", 6)
     monkeypatch.setattr("forebay.storage.origins.FREE_HASHES", 0)
     discovery = LocalDiscovery()
@@ -137,7 +137,7 @@ def test_members_read_leaves_by_range_from_a_data_node(dataset: Dataset, make_id
             assert [verify_provider(client, provider, dataset.table.row(index)) for index in range(3)] == [True] * 3
 
 
-def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(dataset: Dataset, make_identity, tmp_path):
+def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(dataset, make_identity, tmp_path):
     row = dataset.table.row(2)
     leaves = dataset.leaves(2)
     (dataset.path / CHUNKS_FILE).unlink()
@@ -155,7 +155,7 @@ def test_a_peer_gives_the_hashes_of_a_slice_without_the_file_of_all(dataset: Dat
     assert not map_path_of(tmp_path / "part").exists()
 
 
-def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_identity, tmp_path):
+def test_a_peer_that_sends_other_hashes_is_not_believed(dataset, make_identity, tmp_path):
     liar = tmp_path / "liar"
     shutil.copytree(dataset.path, liar)
     data = bytearray((liar / CHUNKS_FILE).read_bytes())
@@ -175,7 +175,7 @@ def test_a_peer_that_sends_other_hashes_is_not_believed(dataset: Dataset, make_i
     assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
-def test_a_directory_gets_the_hashes_where_no_peer_has_them(dataset: Dataset, make_identity, tmp_path):
+def test_a_directory_gets_the_hashes_where_no_peer_has_them(dataset, make_identity, tmp_path):
     expected = (dataset.path / CHUNKS_FILE).read_bytes()
     (dataset.path / CHUNKS_FILE).unlink()
     discovery = LocalDiscovery()
@@ -186,7 +186,7 @@ def test_a_directory_gets_the_hashes_where_no_peer_has_them(dataset: Dataset, ma
     assert verify_dataset(tmp_path / "copy").ok and open_dataset(tmp_path / "copy").id == dataset.id
 
 
-def test_a_peer_that_sends_another_manifest_is_refused(dataset: Dataset, make_identity, tmp_path):
+def test_a_peer_that_sends_another_manifest_is_refused(dataset, make_identity, tmp_path):
     liar, discovery, reader = tmp_path / "liar", LocalDiscovery(), make_identity("reader")
     shutil.copytree(dataset.path, liar)
     changes = {"lineage": {"inputs": "others"}, "chunk_bytes": 1 << 13, "table_sha256": "ab" * 32}

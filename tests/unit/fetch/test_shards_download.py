@@ -5,7 +5,6 @@ import itertools
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +36,7 @@ def only(path: Path) -> list[str]:
         (1, None, 64, 1, 1),
     ],
 )
-def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ranges: int, used: int):
+def test_ranges_follow_from_the_settings(size, chunk, workers, ranges, used):
     plan = plan_download(size, chunk, workers)
     assert (plan.num_ranges, plan.workers) == (ranges, used)
     assert plan.chunk_bytes % plan.piece_bytes == 0 and plan.piece_bytes <= 8 * MIB

@@ -97,12 +97,12 @@ def make_server(tmp_path) -> Iterator[Callable[..., OriginServer]]:
 
 
 @pytest.fixture
-def server(make_server: Callable[..., OriginServer]) -> OriginServer:
+def server(make_server) -> OriginServer:
     return make_server()
 
 
 @pytest.mark.parametrize("kind, drop, truncate", [("http", 0.4, 0.4), ("s3", 0.4, 0.4), ("http", 0.0, 0.9)])
-def test_no_byte_is_fetched_twice(server: OriginServer, tmp_path, monkeypatch, kind: str, drop: float, truncate: float):
+def test_no_byte_is_fetched_twice(server, tmp_path, monkeypatch, kind, drop, truncate):
     for key, value in server.s3_environment.items():
         monkeypatch.setenv(key, value)
     server.faults.drop, server.faults.truncate = drop, truncate
@@ -114,7 +114,7 @@ def test_no_byte_is_fetched_twice(server: OriginServer, tmp_path, monkeypatch, k
         assert server.bytes_sent["slice"] == INFO.bytes
 
 
-def test_too_many_requests(server: OriginServer, tmp_path, monkeypatch):
+def test_too_many_requests(server, tmp_path, monkeypatch):
     """On a clock that advances a second each time it is read: the next request waits as long as the server says."""
     clock, times = itertools.count(), list[int]()
 
@@ -131,7 +131,7 @@ def test_too_many_requests(server: OriginServer, tmp_path, monkeypatch):
     assert server.statuses[503] == 2
 
 
-def test_a_silent_server_is_named(server: OriginServer, tmp_path):
+def test_a_silent_server_is_named(server, tmp_path):
     server.faults.black_hole = True
     data = CONTENT[:1000]
     with RunFetcher(timeout_s=0.0, tries=2, **QUICK) as fetcher:
@@ -142,7 +142,7 @@ def test_a_silent_server_is_named(server: OriginServer, tmp_path):
         assert word in str(error)
 
 
-def test_an_outage_is_waited_for(server: OriginServer, tmp_path, monkeypatch):
+def test_an_outage_is_waited_for(server, tmp_path, monkeypatch):
     """More failures than `tries` are no error before `timeout_s`."""
     failures = iter([True] * 12)
     monkeypatch.setattr(server, "strikes", lambda part, request: next(failures, False))
@@ -152,7 +152,7 @@ def test_an_outage_is_waited_for(server: OriginServer, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("connections", [1, 8])
-def test_only_liars_are_named(make_server: Callable[..., OriginServer], tmp_path, connections: int):
+def test_only_liars_are_named(make_server, tmp_path, connections):
     liars, absent, honest = [make_server(), make_server()], make_server(), make_server()
     for liar in liars:
         liar.faults.corrupt["slice"] = 5  # of the run that the first source is asked for
@@ -173,7 +173,7 @@ def test_only_liars_are_named(make_server: Callable[..., OriginServer], tmp_path
     assert "slice slice" in text and "404" in text and all(url in text for url in urls)
 
 
-def test_what_an_earlier_process_left(server: OriginServer, tmp_path):
+def test_what_an_earlier_process_left(server, tmp_path):
     """A complete part is taken; wrong bytes of our own are fetched again, and no source is blamed."""
     part, named = tmp_path / "part", list[str]()
     with RunFetcher(**QUICK) as fetcher:
@@ -191,7 +191,7 @@ def test_what_an_earlier_process_left(server: OriginServer, tmp_path):
     assert named == []
 
 
-def test_what_starts_first_is_fetched_first(server: OriginServer, tmp_path, monkeypatch):
+def test_what_starts_first_is_fetched_first(server, tmp_path, monkeypatch):
     names, started = ["a", "b", "c"], threading.Event()
     for name in names:
         (server.directory / name).write_bytes(CONTENT)
@@ -203,7 +203,7 @@ def test_what_starts_first_is_fetched_first(server: OriginServer, tmp_path, monk
     assert [name for name, _, _ in server.ranges] == [name for name in names for _ in range(14)]
 
 
-def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_path):
+def test_chunks_that_have_a_check_instead_of_hashes(server, tmp_path):
     """An object's bytes from an offset on: a wrong chunk costs its own bytes; a file keeps its header."""
     offset, wrong = 1000, [5]
     num_bytes = len(CONTENT) - offset
@@ -246,7 +246,7 @@ def test_chunks_that_have_a_check_instead_of_hashes(server: OriginServer, tmp_pa
     cache.close()
 
 
-def test_close(server: OriginServer, tmp_path):
+def test_close(server, tmp_path):
     server.faults.black_hole = True
     fetcher = RunFetcher(4, **QUICK)
     transfer = start(fetcher, tmp_path / "part", server.url, timeouts=Timeouts(60.0, 0.1))
@@ -309,7 +309,7 @@ def too_much(start: int, stop: int) -> Iterator[memoryview]:
 
 
 @pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
-def test_a_violation_is_reported(tmp_path, fault: Pieces):
+def test_a_violation_is_reported(tmp_path, fault):
     named = []
     with RunFetcher(4, **QUICK) as fetcher:
         assert fetch(fetcher, tmp_path / "part", Fake("bad", fault), Fake("good", honest), named=named) is None
@@ -343,6 +343,6 @@ def test_our_own_fault_is_not_hidden(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"connections": 0}, {"tries": 0}])
-def test_bad_arguments(wrong: dict[str, int]):
+def test_bad_arguments(wrong):
     with pytest.raises(UsageError, match="expected at least one connection and try"):
         RunFetcher(**wrong)

@@ -86,7 +86,7 @@ LAX = ConvertOptions(input_dtype="uint16")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_is_the_same_to_all(name: str, tmp_path):
+def test_a_file_is_the_same_to_all(name, tmp_path):
     data, expected = CASES[name]
     path = tmp_path / name
     path.write_bytes(data)
@@ -119,7 +119,7 @@ def test_a_file_is_the_same_to_all(name: str, tmp_path):
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv.gz", ".safetensors", ".bin"])
 @pytest.mark.parametrize("data, says", [(HTML, "server sent an error page"), (POINTER, "git lfs pull")])
-def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, says: str, tmp_path):
+def test_a_failed_download_is_an_error_that_says_so(suffix, data, says, tmp_path):
     path = tmp_path / f"data{suffix}"
     path.write_bytes(data)
     (tmp_path / "beside.jsonl").write_bytes(LINE)
@@ -145,7 +145,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
 @pytest.mark.parametrize(
     "magic, kind", [(b"PK\x03\x04", "ZIP"), (b"7z\xbc\xaf\x27\x1c", "7-Zip"), (b"Rar!\x1a\x07", "RAR")]
 )
-def test_an_archive_is_named_and_is_to_be_unpacked(magic: bytes, kind: str, tmp_path):
+def test_an_archive_is_named_and_is_to_be_unpacked(magic, kind, tmp_path):
     path = tmp_path / "stackoverflow.com"
     path.write_bytes(magic + bytes(64))
     with pytest.raises(PrepareError, match=rf"got a {kind} archive .*Unpack or convert it first\.$"):

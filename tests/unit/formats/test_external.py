@@ -86,9 +86,7 @@ def pack_shard(folder: Path, shard: dict, compression: str, pack: Callable[[byte
         ("arrow", {}, "U32", False, 2),
     ],
 )
-def test_golden_files_hold_the_documents_that_were_written(
-    name: str, options: dict, dtype: str, view: bool, slices: int
-):
+def test_golden_files_hold_the_documents_that_were_written(name, options, dtype, view, slices):
     dataset = opened(FOREIGN / name, **options)
     tokens, stops = read_all(dataset)
     assert tokens.tolist() == STREAM.tolist()
@@ -134,7 +132,7 @@ def test_chunks_of_litdata_are_not_read_as_tokens(tmp_path):
         ({"data_spec": "[" * 100_000}, "expected LitData's index"),
     ],
 )
-def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path, change: dict, match: str):
+def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path, change, match):
     folder = copied(tmp_path, "litdata")
     with changed_index(folder) as index:
         index["config"] |= change
@@ -143,7 +141,7 @@ def test_an_index_of_litdata_that_is_not_read_says_why(tmp_path, change: dict, m
 
 
 @pytest.mark.parametrize("change", [{"dim": 7}, {"chunk_size": 3}, {"chunk_bytes": 9}, {"filename": "../a.bin"}])
-def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path, change: dict):
+def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path, change):
     folder = copied(tmp_path, "litdata")
     with changed_index(folder) as index:
         index["chunks"][1] |= change
@@ -153,7 +151,7 @@ def test_a_chunk_of_litdata_that_its_index_contradicts_is_refused(tmp_path, chan
 
 
 @pytest.mark.parametrize("name, file", [("megatron_u16", "text_document.bin"), ("litdata", "chunk-0-0.bin")])
-def test_identity_is_of_the_content_and_not_of_the_place(tmp_path, name: str, file: str):
+def test_identity_is_of_the_content_and_not_of_the_place(tmp_path, name, file):
     copy = copied(tmp_path, name)
     assert opened(copy).id == opened(FOREIGN / name).id
     data = bytearray((copy / file).read_bytes())
@@ -177,7 +175,7 @@ def test_other_compressions_of_mds(tmp_path):
 
 
 @pytest.mark.parametrize("extra", [b"x", b"x" * 4096])
-def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path, extra: bytes):
+def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path, extra):
     folder = copied(tmp_path, "mds_raw")
     with changed_index(folder) as index:
         pack_shard(folder, index["shards"][0], "gz", lambda raw: gzip.compress(raw + extra))
@@ -319,7 +317,7 @@ def _npy(path, array):
         (np.zeros(64, [("a", "<u2")]), "little-endian integers"),
     ],
 )
-def test_arrays_that_are_no_vector_of_tokens(tmp_path, array: Any, match: str):
+def test_arrays_that_are_no_vector_of_tokens(tmp_path, array, match):
     _npy(tmp_path / "train_000000.npy", array)
     with pytest.raises(DatasetError, match=match):
         open_external(tmp_path)
@@ -487,7 +485,7 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path):
         ({"samples": 2**40}, 1, "less than or equal to 1073741823"),
     ],
 )
-def test_an_mds_index_that_lies(tmp_path, change: dict, shards: int, match: str):
+def test_an_mds_index_that_lies(tmp_path, change, shards, match):
     folder = copied(tmp_path, "mds_raw")
     with changed_index(folder) as index:
         for shard in index["shards"][:shards]:

@@ -56,7 +56,7 @@ def refused(command: list[str]):
     assert main(command) == 1, command
 
 
-def test_small_files_do_not_take_their_claimed_memory(tmp_path, zeros: bytes, capsys):
+def test_small_files_do_not_take_their_claimed_memory(tmp_path, zeros, capsys):
     packed = pa.compress(bytes(1 << 20), "brotli", asbytes=True)
     makes = {
         "mds": lambda path: mds(path, zeros, "zstd"),
@@ -102,7 +102,7 @@ def test_a_damaged_index_is_no_table(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path, stream: bool):
+def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path, stream):
     path, out = tmp_path / "a.arrow", pa.BufferOutputStream()
     batch = pa.record_batch({"text": ["some words", "others"] * 8})
     options = pa.ipc.IpcWriteOptions(compression="zstd")

@@ -45,7 +45,7 @@ def install(site: Path, *lines: str):
     importlib.invalidate_caches()
 
 
-def test_the_example_is_detected_and_read(installed: Path, tmp_path):
+def test_the_example_is_detected_and_read(installed, tmp_path):
     install(installed, "markdown = markdown_format:Markdown")
     data = tmp_path / "data"
     data.mkdir()
@@ -70,7 +70,7 @@ def test_the_example_is_detected_and_read(installed: Path, tmp_path):
         (["other = markdown_format:Markdown"], "of that name, got Markdown 'markdown'"),
     ],
 )
-def test_a_package_that_does_not_fit_is_named(installed: Path, lines: list[str], message: str):
+def test_a_package_that_does_not_fit_is_named(installed, lines, message):
     install(installed, *lines)
     with pytest.raises(UsageError, match=message):
         [*registry.formats()]

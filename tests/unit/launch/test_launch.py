@@ -28,7 +28,7 @@ def test_options_of_a_slurm_script_come_before_its_first_command():
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
-def test_quoted_words_are_read_as_they_were(text: str):
+def test_quoted_words_are_read_as_they_were(text):
     assert without_dollars(yaml.safe_load(quote_yaml(text))) == text
     assert "\n" not in quote_yaml(text) and shlex.split(shlex.quote(text)) == [text]
     if text.isprintable():
@@ -37,7 +37,7 @@ def test_quoted_words_are_read_as_they_were(text: str):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_value_of_another_form_is_refused(kind: str):
+def test_a_value_of_another_form_is_refused(kind):
     command = ["python", "train.py"]
     for key, setting in KINDS[kind].settings.items():
         assert setting.default is None or re.fullmatch(setting.pattern, setting.default), key
@@ -54,7 +54,7 @@ def test_a_value_of_another_form_is_refused(kind: str):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_no_placeholder_is_left(kind: str):
+def test_no_placeholder_is_left(kind):
     required = {key: "train:1" for key, setting in KINDS[kind].settings.items() if setting.default is None}
     for text in [*render(kind, required, ["python", "train.py"]).values(), *KINDS[kind].next_steps]:
         assert not re.search(r"<[a-z_ -]+>|replace|example|todo|your[ -]|change.?me", text, re.I)

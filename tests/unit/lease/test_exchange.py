@@ -54,6 +54,6 @@ def test_a_whole_request():
         {"reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]},
     ],
 )  # fmt: skip
-def test_a_malformed_request_is_refused(change: dict):
+def test_a_malformed_request_is_refused(change):
     with pytest.raises(ValidationError):
         parse({**BODY, **change})

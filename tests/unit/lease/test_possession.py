@@ -9,14 +9,14 @@ NAMES = st.text("abcdef0123456789", min_size=1, max_size=40)
 
 
 @given(NAMES, NAMES, st.integers(1, 10 * RANGE_BYTES))
-def test_a_range_lies_in_its_slice(lease_id: str, peer_id: str, num_bytes: int):
+def test_a_range_lies_in_its_slice(lease_id, peer_id, num_bytes):
     start, stop = range_of(lease_id, peer_id, num_bytes)
     assert 0 <= start < stop <= num_bytes and stop - start == min(RANGE_BYTES, num_bytes)
     assert range_of(lease_id, peer_id, num_bytes) == (start, stop)
 
 
 @given(NAMES, NAMES, st.binary(min_size=1, max_size=2000), st.integers(0, 10**6))
-def test_a_proof_is_of_bytes_a_lease_and_a_worker(lease_id: str, peer_id: str, data: bytes, offset: int):
+def test_a_proof_is_of_bytes_a_lease_and_a_worker(lease_id, peer_id, data, offset):
     proof = proof_of(lease_id, peer_id, data)
     other = bytearray(data)
     other[offset % len(data)] ^= 1

@@ -106,7 +106,7 @@ def lose_all(worker: FetchingWorker):
     worker.leases.receive(request, answer(lost=list(request.known_leases or ())), time.monotonic())
 
 
-def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_node: Nodes):
+def test_once_from_the_network_then_from_the_cache(worker, make_node):
     origin, peer = make_node("origin"), make_node("peer", origin=False)
     assert worker.fetched(lease(worker, origin, peer)) == CONTENT
     assert worker.fetched(lease(worker, origin, peer, lease_id="2")) == CONTENT
@@ -114,7 +114,7 @@ def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_
     assert worker.feed.stats()["fetched_bytes"] == len(CONTENT) and worker.feed.bytes_of_last() == 0
 
 
-def test_changes_of_the_cache_are_reported_once(worker: FetchingWorker, make_node: Nodes):
+def test_changes_of_the_cache_are_reported_once(worker, make_node):
     hashes = [SHA256 if i == 3 else f"{i:064x}" for i in range(5)]
     rows = [SliceInfo(i, f"{i}.safetensors", len(CONTENT), sha256, 9, 1) for i, sha256 in enumerate(hashes)]
     dataset = SimpleNamespace(table=SliceTable.from_rows(rows), name="j", id=DATASET)
@@ -152,9 +152,7 @@ def spoil(node: Node, fault: str):
     [("wrong byte", True), ("whole file", True), ("impostor", False), ("breaks off", None), ("gone", None),
      ("absent", None), ("busy", None)],
 )  # fmt: skip
-def test_a_faulty_provider_is_passed_over_and_reported(
-    worker: FetchingWorker, make_node: Nodes, fault: str, is_wrong: bool | None
-):
+def test_a_faulty_provider_is_passed_over_and_reported(worker, make_node, fault, is_wrong):
     """A provider that sent wrong bytes or has another certificate is never requested from again."""
     faulty, honest = make_node("faulty", origin=False), make_node("honest")
     spoil(faulty, fault)
@@ -167,7 +165,7 @@ def test_a_faulty_provider_is_passed_over_and_reported(
     assert is_wrong is None or len(faulty.ranges) == num_requests
 
 
-def test_a_slice_fails_only_if_all_that_sent_it_sent_wrong_bytes(worker: FetchingWorker, make_node: Nodes):
+def test_a_slice_fails_only_if_all_that_sent_it_sent_wrong_bytes(worker, make_node):
     liars = [make_node("a", b"x" * len(CONTENT), origin=False), make_node("b", b"y" * len(CONTENT))]
     assert "sent wrong bytes" in worker.lost(lease(worker, *liars))
     assert {peer_id for peer_id, _ in worker.rejected} == {liar.peer_id for liar in liars}
@@ -198,13 +196,13 @@ def test_a_wrong_byte_of_a_web_server_costs_a_chunk(make_identity, tmp_path):
             worker.close()
 
 
-def test_a_provider_that_sends_nothing_is_left_for_another(worker: FetchingWorker, make_node: Nodes):
+def test_a_provider_that_sends_nothing_is_left_for_another(worker, make_node):
     silent, honest = make_node("silent", origin=False), make_node("honest")
     silent.gate.clear()
     assert worker.fetched(lease(worker, silent, honest)) == CONTENT and silent.ranges and worker.rejected == []
 
 
-def test_a_lost_lease_is_no_longer_fetched(worker: FetchingWorker, make_node: Nodes):
+def test_a_lost_lease_is_no_longer_fetched(worker, make_node):
     slow = make_node("slow")
     slow.gate.clear()
     current = lease(worker, slow)
@@ -218,7 +216,7 @@ def test_a_lost_lease_is_no_longer_fetched(worker: FetchingWorker, make_node: No
     assert current.path is None
 
 
-def test_a_slice_larger_than_the_cache_is_the_end(make_identity, make_node: Nodes, tmp_path):
+def test_a_slice_larger_than_the_cache_is_the_end(make_identity, make_node, tmp_path):
     with Client(make_identity("client")) as client:
         worker = FetchingWorker(client, tmp_path / "small", 200_000, table=table_of(SHA256, len(CONTENT), 1 << 16))
         lease(worker, make_node("a"))
@@ -226,9 +224,7 @@ def test_a_slice_larger_than_the_cache_is_the_end(make_identity, make_node: Node
     assert isinstance(worker.fetcher.failure, UsageError)
 
 
-def test_a_full_disk_ends_the_work_only_once_it_lasts(
-    worker: FetchingWorker, make_node: Nodes, monkeypatch, clock: list[float]
-):
+def test_a_full_disk_ends_the_work_only_once_it_lasts(worker, make_node, monkeypatch, clock):
     node, real, is_full = make_node("a"), os.pwrite, [True]
 
     def write(*args):
@@ -253,7 +249,7 @@ def test_a_full_disk_ends_the_work_only_once_it_lasts(
     assert isinstance(worker.fetcher.failure, UsageError) and "No space left" in str(worker.fetcher.failure)
 
 
-def test_a_slice_waits_for_space_until_others_are_used(worker: FetchingWorker, make_node: Nodes):
+def test_a_slice_waits_for_space_until_others_are_used(worker, make_node):
     """The cache is full of pinned slices: nothing fails, and what is unpinned makes space."""
     size = 800_000
     entry, pinned = put_chunks(worker.cache, bytes(size), size, [0]), np.arange(1)
@@ -268,7 +264,7 @@ def test_a_slice_waits_for_space_until_others_are_used(worker: FetchingWorker, m
 @pytest.mark.parametrize("cause, is_node, is_end", [("unserved", False, True), ("leased", False, False),
     ("paused", False, False), ("leased", True, False), ("avoided", True, True)])  # fmt: skip
 def test_without_a_slice_for_its_patience_a_worker_ends_unless_others_have_them(
-    worker: FetchingWorker, make_node: Nodes, clock: list[float], cause: str, is_node: bool, is_end: bool
+    worker, make_node, clock, cause, is_node, is_end
 ):
     """With a node that is gone, each lease ends with a fault, and another one follows."""
     node = make_node("gone")

@@ -58,7 +58,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: int):
+def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed):
     """Workers that live and speak waste nothing, lose nothing that they began, and use no sample of another's."""
     chance = random.Random(seed)
     sizes = [chance.randint(0, 40) for _ in range(chance.randint(1, 12))] + [7]
@@ -96,7 +96,7 @@ def test_no_sample_is_used_twice_though_leases_are_cut_and_exchanges_lost(seed: 
 
 @pytest.mark.parametrize("sizes", [[10_000], [7] * 1000])
 @pytest.mark.parametrize("step_s", [0.01, 0.15, 0.7, 3.0])
-def test_lost_leases_waste_at_most_one_receipt_s_and_two_steps(step_s: float, sizes: list[int]):
+def test_lost_leases_waste_at_most_one_receipt_s_and_two_steps(step_s, sizes):
     """From any moment requests get no reply; steps go on as far as they may."""
     wasted = []
     for seed in range(20):

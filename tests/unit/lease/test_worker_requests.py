@@ -25,7 +25,7 @@ def work(tmp_path) -> Iterator[Work]:
         yield lambda: network.work("worker", service, batch_size=2, receipt_s=0.2)
 
 
-def test_requests_go_on_after_an_unexpected_exception(work: Work, monkeypatch):
+def test_requests_go_on_after_an_unexpected_exception(work, monkeypatch):
     real, calls, deaths = SchedulerClient.exchange, [], []
     monkeypatch.setattr(threading, "excepthook", deaths.append)
 
@@ -45,7 +45,7 @@ def test_requests_go_on_after_an_unexpected_exception(work: Work, monkeypatch):
     assert failures()["worker requests"] == before + 2 and deaths == []
 
 
-def test_attempts_that_were_heard_and_not_answered_end_no_work(work: Work, monkeypatch):
+def test_attempts_that_were_heard_and_not_answered_end_no_work(work, monkeypatch):
     """A copy of each of some exchanges comes first, and its answer is lost: the next attempt is answered."""
     real, calls = Client.request_json, []
 
@@ -63,7 +63,7 @@ def test_attempts_that_were_heard_and_not_answered_end_no_work(work: Work, monke
     assert report["done"] and report["samples"] == 40 and report["wasted_samples"] == 0 and len(calls) > 6
 
 
-def test_without_a_reply_for_patience_s_the_exception_ends_the_work(work: Work, monkeypatch):
+def test_without_a_reply_for_patience_s_the_exception_ends_the_work(work, monkeypatch):
     def exchange(self, *args):
         raise OSError(24, "Too many open files")
 

@@ -20,7 +20,7 @@ def write(path: Path, samples: list[int], uses: list[tuple[int, ...]]):
 
 
 @pytest.mark.parametrize("earlier", [None, 2, "3"])
-def test_a_ledger_of_another_format_is_refused(earlier: object):
+def test_a_ledger_of_another_format_is_refused(earlier):
     """The one before had keys without certificates."""
     entry = Entry(
         0, "", 5.0, "job", {"samples_per_slice": [[2, 1]], **({"format": earlier} if earlier else {})}, "", "h"
@@ -30,7 +30,7 @@ def test_a_ledger_of_another_format_is_refused(earlier: object):
 
 
 @pytest.mark.parametrize("use", [(0, 2, 0, 1), (0, 0, 0, 5), (0, 0, 2, 2), (0, 0, 3, 1)])
-def test_use_outside_the_dataset_is_a_problem(tmp_path, use: tuple[int, ...]):
+def test_use_outside_the_dataset_is_a_problem(tmp_path, use):
     write(tmp_path / "l", [4, 4], [(0, 0, 0, 4), (0, 1, 0, 4), use])
     assert not verify_ledger(tmp_path / "l").ok
 
@@ -76,12 +76,12 @@ def test_a_broken_chain_does_not_open_and_a_second_writer_neither(tmp_path):
 
 
 @given(st.lists(st.integers(0, 3), max_size=50))
-def test_runs_round_trip(counts: list[int]):
+def test_runs_round_trip(counts):
     assert decode_runs(encode_runs(np.array(counts, np.int64))).tolist() == counts
     assert decode_runs(counts).tolist() == counts
 
 
 @pytest.mark.parametrize("runs", [None, [[1]], [[-1, 2]], [["a", 2]], [[1, 10**12]], [[True, 1]]])
-def test_bad_runs_are_refused(runs: object):
+def test_bad_runs_are_refused(runs):
     with pytest.raises(LedgerError):
         decode_runs(runs)

@@ -38,7 +38,7 @@ _INTERVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integer
 
 
 @given(st.lists(st.integers(0, 7), min_size=4, max_size=4), _INTERVALS, _INTERVALS)
-def test_coverage_equals_counting_points(samples: list[int], uses: list[tuple[int, ...]], gone: list[tuple[int, ...]]):
+def test_coverage_equals_counting_points(samples, uses, gone):
     def fitting(rows):
         return [(i, a, min(a + n, samples[i])) for i, a, n in rows if a < samples[i]]
 
@@ -114,9 +114,7 @@ VALID, ENDED = certificate_of(WORKER_KEY, stop=-55), certificate_of(WORKER_KEY, 
         ([ENDED, VALID], ""),
     ],
 )
-def test_a_worker_is_believed_by_its_last_certificate_if_it_was_valid_then(
-    tmp_path, certificates: list[str], problem: str
-):
+def test_a_worker_is_believed_by_its_last_certificate_if_it_was_valid_then(tmp_path, certificates, problem):
     write_job(tmp_path / "l", USES, certificates=certificates)
     report = verified(tmp_path / "l")
     assert report.ok == (not problem) and problem in str(report.problems)
@@ -132,7 +130,7 @@ def test_a_worker_is_believed_by_its_last_certificate_if_it_was_valid_then(
         (Scope(frozenset({"worker"})), KEY, ""),
     ],
 )
-def test_who_is_no_worker_signs_no_receipt(tmp_path, scope: Scope, key: bytes, problem: str):
+def test_who_is_no_worker_signs_no_receipt(tmp_path, scope, key, problem):
     write_job(tmp_path / "l", USES)
     report = verify_ledger(tmp_path / "l", key, lambda *_: None, certify=lambda raw: replace(certify(raw), scope=scope))
     assert report.ok == (not problem) and problem in str(report.problems)

@@ -111,7 +111,7 @@ def stack_all(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArra
         ({"labels": np.zeros((1, 2), np.uint16)}, {"labels": np.zeros((1, 3), np.uint16)}),
     ],
 )
-def test_rows_that_do_not_go_together(first: Tensors, second: Tensors):
+def test_rows_that_do_not_go_together(first, second):
     sources = [{name: MappedArray(array, "") for name, array in tensors.items()} for tensors in (first, second)]
     plan = plan_rows(sources, np.arange(2), np.zeros(2, np.int64))
     with pytest.raises(DatasetError, match="rows of a batch"):

@@ -59,8 +59,8 @@ def read_twice(
     st.data(),
 )  # fmt: skip
 def test_token_batches_need_the_named_bytes_only(
-    tmp_path_factory, tokens: Dataset, documents: DocumentSubset | None,
-    kind: tuple[str, bool], size: int, validation: float, data: st.DataObject,
+    tmp_path_factory, tokens, documents,
+    kind, size, validation, data,
 ):  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SECTION_ROWS", 0)
@@ -82,7 +82,7 @@ def test_token_batches_need_the_named_bytes_only(
         assert np.array_equal(getattr(first.masks, name), getattr(second.masks, name))
 
 
-def test_consecutive_tokens_need_no_document_ends(tokens: Dataset):
+def test_consecutive_tokens_need_no_document_ends(tokens):
     row = tokens.table.row(0)
     masked, plain = (make_collator([plan_samples(tokens, SEQ_LEN)], document_masks=masks) for masks in (True, False))
     assert masked.num_open_bytes(0, row, 2) == plain.num_open_bytes(0, row, 2) + 8 * 300 == row.bytes - 2 * row.count

@@ -17,7 +17,7 @@ from forebay.load.loader import Loader
 
 @given(st.sampled_from(["u1", "<u2", "<u4", "<i8"]), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.data())
 @pytest.mark.parametrize("plain", [False, True])
-def test_ranges_equal_slices_of_the_arrays(plain: bool, dtype: str, sizes: list[int], data: st.DataObject):
+def test_ranges_equal_slices_of_the_arrays(plain, dtype, sizes, data):
     raws = [np.random.default_rng(i).integers(0, 100, size).astype(dtype) for i, size in enumerate(sizes)]
     which, starts, lengths = (np.array(column, np.int64) for column in ([], [], []))
     firsts, expected = [0], []
@@ -57,7 +57,7 @@ def test_a_range_outside_its_source_is_refused():
     "options",
     [{"seq_len": 2048}, {"seq_len": 2048, "document_masks": True}, {"seq_len": 2048, "packing": "best_fit"}, {}],
 )
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path, options: dict):
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path, options):
     for index in range(2):
         if options:
             tokens = np.arange(1 << 20, dtype=np.uint32)

@@ -1,7 +1,5 @@
 """The descriptions that objects show: lines, cards for notebooks with escaped text, documents behind a batch."""
 
-from typing import Literal
-
 import numpy as np
 import pytest
 
@@ -44,7 +42,7 @@ def test_a_description_of_a_mixture_says_how_often_each_dataset_repeats(tmp_path
     assert "from step 10" in card and "large 1" in card and str(small) in card
 
 
-def test_cards_escape_what_they_show(result: PrepareResult):
+def test_cards_escape_what_they_show(result):
     dataset = result.open()
     loader = Loader(dataset, seq_len=32, batch_size=4, document_masks=True)
     batch = next(iter(loader.take(1)))
@@ -66,7 +64,7 @@ def test_a_card_of_rows_has_their_shapes():
 
 
 @pytest.mark.parametrize("packing, split", [("concat", None), ("best_fit", "train")])
-def test_the_documents_of_a_batch(result: PrepareResult, packing: Literal["concat", "best_fit"], split: str | None):
+def test_the_documents_of_a_batch(result, packing, split):
     dataset = result.open()
     samples = SampleOptions(
         documents=DocumentSubset(exclude=[3, 4, 11]), validation_fraction=0.3 if split else 0.0, pad_id=0

@@ -49,7 +49,7 @@ def datasets() -> list[Dataset]:
     return result
 
 
-def test_ancestors(datasets: list[Dataset]):
+def test_ancestors(datasets):
     sizes = {dataset.id: dataset.num_slices for dataset in datasets}
     for number, dataset in enumerate(datasets):
         assert ancestors(dataset.manifest.lineage) == dict(list(sizes.items())[:number])
@@ -67,9 +67,7 @@ def lineage_of(name: str, generation: int) -> dict:
 
 
 @given(st.data(), st.booleans(), st.sampled_from([8, 5, 1, [(0, 4), (11, 9), (40, 6)]]))
-def test_epochs_end_on_the_slices_with_which_they_began_over_several_generations(
-    data: st.DataObject, is_mixture: bool, sizes: Any
-):
+def test_epochs_end_on_the_slices_with_which_they_began_over_several_generations(data, is_mixture, sizes):
     names, batches = "ab" if is_mixture else "a", BatchSizes.of(sizes)
     weights = Weights(((0, (3, 1)), (17, (1, 2)))) if is_mixture else None
     counts = [data.draw(st.lists(st.integers(1, 12), min_size=8, max_size=8)) for _ in names]
@@ -106,7 +104,7 @@ def test_epochs_end_on_the_slices_with_which_they_began_over_several_generations
         assert not passes - used and (used - passes).total() < 12 * batches.largest + order.num_samples
 
 
-def test_states_that_cannot_continue_are_refused(datasets: list[Dataset]):
+def test_states_that_cannot_continue_are_refused(datasets):
     parent, child, other = (
         Loader(dataset, seq_len=SEQ_LEN, global_batch_size=8, seed=seed)
         for dataset, seed in ((datasets[0], 3), (datasets[1], 3), (datasets[1], 4))
@@ -129,7 +127,7 @@ def test_states_that_cannot_continue_are_refused(datasets: list[Dataset]):
             child.load_state_dict({**(grown if "growth" in change else state), **change})
 
 
-def test_no_sample_changes_its_split_when_a_dataset_grows(datasets: list[Dataset]):
+def test_no_sample_changes_its_split_when_a_dataset_grows(datasets):
     indexes = [
         [plan_samples(dataset, SEQ_LEN, split=split, validation=0.1) for split in ("train", "validation")]
         for dataset in datasets
@@ -155,7 +153,7 @@ def take_samples(loader: Loader[Any], num_batches: int) -> list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("grows", ["a", "b", "ab"])
-def test_each_dataset_of_a_mixture_continues_on_the_larger_one_after_its_own_pass(datasets: list[Dataset], grows: str):
+def test_each_dataset_of_a_mixture_continues_on_the_larger_one_after_its_own_pass(datasets, grows):
     """Passes in full: test_epochs_end_on_the_slices_with_which_they_began_over_several_generations."""
     large = [datasets["a" in grows], datasets[1 + ("b" in grows)]]
     parent, child, again = mixed(datasets[:2]), mixed(large), mixed(large)
@@ -169,7 +167,7 @@ def test_each_dataset_of_a_mixture_continues_on_the_larger_one_after_its_own_pas
     assert seen == [set(range(plan_samples(dataset, SEQ_LEN).num_samples)) for dataset in large]
 
 
-def test_malformed_states_of_mixtures_are_refused(datasets: list[Dataset]):
+def test_malformed_states_of_mixtures_are_refused(datasets):
     state = mixed(datasets[:2]).state_dict()
     for change in (
         {"growth": {"a": 3}}, {"order": [1]}, {"streams": "x"}, {"streams": 1 << 20}, {"step": -1},
@@ -179,7 +177,7 @@ def test_malformed_states_of_mixtures_are_refused(datasets: list[Dataset]):
             mixed(datasets[1:]).load_state_dict({**state, **change})
 
 
-def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(datasets: list[Dataset]):
+def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(datasets):
     def open_ranks(dataset):
         order = OrderOptions(assignment="owned")
         arguments = {"seq_len": SEQ_LEN, "batch_size": 8, "seed": 4, "epochs": None, "order": order}
@@ -206,7 +204,7 @@ def test_owned_slices_continue_on_the_larger_dataset_at_the_end_of_an_epoch(data
 
 
 @pytest.mark.parametrize("slack", [None, MAX_IMBALANCE])
-def test_owners_of_datasets_that_grow(slack: float | None):
+def test_owners_of_datasets_that_grow(slack):
     hashes = np.random.default_rng(0).integers(0, 256, (2500, 32), np.uint8)
 
     names, lineage = ["a", "b", "c"], {"parent": {"id": "small", "slices": 2000}}

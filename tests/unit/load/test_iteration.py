@@ -95,7 +95,7 @@ def _numbers(count, produced):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_prefetched_items_are_those_of_the_source_in_order(depth: int):
+def test_prefetched_items_are_those_of_the_source_in_order(depth):
     produced = []
     prefetcher = Prefetcher((n for n in _numbers(50, produced)), depth, lambda n: 10 * n)
     got = []
@@ -117,7 +117,7 @@ def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth():
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_close_ends_what_another_thread_waits_for(depth: int):
+def test_a_close_ends_what_another_thread_waits_for(depth):
     is_making, is_closed, items = threading.Event(), threading.Event(), []
 
     def make():

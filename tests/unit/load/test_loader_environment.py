@@ -15,7 +15,7 @@ def dataset(tmp_path) -> Path:
     return make_dataset(tmp_path / "data", 1, 10, 16)
 
 
-def test_given_arguments_come_before_those_of_the_environment(dataset: Path, monkeypatch):
+def test_given_arguments_come_before_those_of_the_environment(dataset, monkeypatch):
     settings = {
         "dataset": str(dataset), "seq_len": 16, "batch_size": 2, "seed": 3, "split": "train",
         "samples": {"validation_fraction": 0.5}, "cache": "disk",
@@ -31,7 +31,7 @@ def test_given_arguments_come_before_those_of_the_environment(dataset: Path, mon
     assert len(next(iter(Loader(dataset, seq_len=16, batch_size=1)))) == 1
 
 
-def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch):
+def test_what_is_missing_or_malformed_is_named(dataset, monkeypatch):
     monkeypatch.delenv("FOREBAY_LOADER", raising=False)
     with pytest.raises(UsageError, match=r"expected a dataset, got none, and no FOREBAY_LOADER .*forebay worker NAME"):
         Loader(seq_len=16, batch_size=2)
@@ -44,7 +44,7 @@ def test_what_is_missing_or_malformed_is_named(dataset: Path, monkeypatch):
             Loader()
 
 
-def test_a_report_that_cannot_be_written_is_said_and_stops_nothing(dataset: Path, tmp_path, monkeypatch, caplog):
+def test_a_report_that_cannot_be_written_is_said_and_stops_nothing(dataset, tmp_path, monkeypatch, caplog):
     def full_disk(*_):
         raise OSError(28, "No space")
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def sample_keys(loader: Iterable, num_batches: int | None = None) -> list[list[t
     return [list(zip(batch.dataset_index.tolist(), batch.sample_ids.tolist())) for batch in islice(loader, num_batches)]
 
 
-def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str, Path]):
+def test_weights_may_change_later_than_a_state_but_not_before(folders):
     def loader(changes):
         return Loader(Mixture(folders, changes), seq_len=SEQ_LEN, batch_size=8, steps=40)
 
@@ -69,7 +68,7 @@ def test_weights_may_change_later_than_a_state_but_not_before(folders: dict[str,
         Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8).load_state_dict(state)
 
 
-def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders: dict[str, Path]):
+def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders):
     """Another order of the names is another order of the samples, also where all weights are equal."""
     loaders = [
         Loader(Mixture({name: folders[name] for name in names}, dict.fromkeys(names, 1)), seq_len=SEQ_LEN, batch_size=7)
@@ -79,7 +78,7 @@ def test_a_state_is_of_a_mixture_with_its_datasets_in_one_order(folders: dict[st
         loaders[1].load_state_dict(loaders[0].state_dict())
 
 
-def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path):
+def test_a_mixture_in_a_file(folders, tmp_path):
     path = tmp_path / "mix.toml"
     path.write_text(
         f'[datasets]\nweb = "{folders["web"]}"\nbooks = "{folders["books"]}"\n'
@@ -99,25 +98,17 @@ def test_a_mixture_in_a_file(folders: dict[str, Path], tmp_path):
     "wrong",
     [
         {"datasets": {}, "weights": {}},
-        {"weights": {"absent": 1.0}},
         {"weights": {"web": 0.0}},
         {"weights": {"web": -1.0}},
         {"weights": [(1, {"web": 1.0})]},
         {"weights": [(0, {"web": 1.0}), (0, {"web": 2.0})]},
-        {"weights": [0.7, 0.3]},
         {"weights": [(0, 0.7)]},
         {"datasets": ["a", "b"]},
     ],
 )
-def test_wrong_mixtures(folders: dict[str, Path], wrong: dict):
+def test_wrong_mixtures(folders, wrong):
     with pytest.raises(UsageError, match=r"mixture|weights"):
         Mixture(**{"datasets": folders, "weights": {"web": 1.0}, **wrong})
-
-
-@pytest.mark.parametrize("several", [["a"], {"a": "a"}])
-def test_several_datasets_are_a_mixture(several: Any):
-    with pytest.raises(UsageError, match=r"dataset: expected a path.*forebay\.Mixture\(\{"):
-        Loader(several)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +125,7 @@ def test_several_datasets_are_a_mixture(several: Any):
         ("U32 - 0 0|U32 1 0 -", "eos_id, got 0 of a and none of b"),
     ],
 )
-def test_datasets_of_a_mixture_agree_in_what_they_record(recorded: str, differing: str, tmp_path):
+def test_datasets_of_a_mixture_agree_in_what_they_record(recorded, differing, tmp_path):
     """What is not recorded agrees with everything, and a mixture may allow what differs."""
     texts, table = recorded.split("|"), "[datasets]\n"
     for name, text in zip("abc", texts):
@@ -157,7 +148,7 @@ def test_datasets_of_a_mixture_agree_in_what_they_record(recorded: str, differin
             assert loader.vocab_size == (9 if "9" in recorded else 0)
 
 
-def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]):
+def test_filters_of_a_mixture_are_by_name(folders):
     mixture = Mixture(folders, {"web": 1, "books": 1})
     gone = DocumentSubset(exclude=np.array([0, 1]))
     arguments = {"dataset": mixture, "seq_len": SEQ_LEN, "batch_size": 8, "steps": 40}
@@ -173,7 +164,7 @@ def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]):
         Loader(folders["web"], seq_len=SEQ_LEN, batch_size=8, samples=SampleOptions(documents={"web": gone}))
 
 
-def test_pickling_carries_arguments_and_state(folders: dict[str, Path]):
+def test_pickling_carries_arguments_and_state(folders):
     loader = Loader(folders["web"], seq_len=SEQ_LEN, batch_size=7, seed=2)
     sample_keys(loader, 4)
     other = pickle.loads(pickle.dumps(loader))
@@ -181,9 +172,3 @@ def test_pickling_carries_arguments_and_state(folders: dict[str, Path]):
     datasets = {name: open_dataset(path) for name, path in folders.items()}
     mixed = Loader(Mixture(datasets, {"web": 1, "code": 2}), seq_len=SEQ_LEN, batch_size=7, steps=9)
     assert sample_keys(pickle.loads(pickle.dumps(mixed))) == sample_keys(mixed)
-
-
-def test_a_file_of_text_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(DatasetError, match="TextStream"):
-        Loader(tmp_path / "a.jsonl", seq_len=8, batch_size=1)

@@ -31,7 +31,7 @@ def test_rows_of_a_section_are_those_of_a_golden_case(monkeypatch):
 
 
 @pytest.mark.parametrize("stops", [[3, 2], [9], [1 << 63]])
-def test_damaged_ends_are_named(stops: list[int]):
+def test_damaged_ends_are_named(stops):
     with pytest.raises(DatasetError, match="document_ends"):
         document_spans(np.array(stops, np.uint64), 8)
 
@@ -47,6 +47,6 @@ def test_damaged_ends_are_named(stops: list[int]):
         {"min_tokens": 5, "max_tokens": 4},
     ],
 )
-def test_wrong_filters(wrong: dict):
+def test_wrong_filters(wrong):
     with pytest.raises(UsageError):
         DocumentSubset(**wrong)

@@ -46,7 +46,7 @@ def data() -> Path:
 
 
 @pytest.fixture
-def own(data: Path, tmp_path) -> Path:
+def own(data, tmp_path) -> Path:
     """A copy that may be damaged."""
     own = tmp_path / "own"
     own.mkdir()

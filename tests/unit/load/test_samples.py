@@ -72,8 +72,8 @@ def reference(slices: Any, documents: DocumentSubset | None, seq_len: int, **set
     st.integers(1, 14),
 )
 def test_samples_are_those_of_the_reference(
-    dataset: Dataset, many: Dataset, documents: DocumentSubset | None, is_many: bool,
-    kind: tuple[str, bool], pad_id: int | None, dtype: type, seq_len: int,
+    dataset, many, documents, is_many,
+    kind, pad_id, dtype, seq_len,
 ):  # fmt: skip
     packing, masks = kind
     item, slices = (many, MANY) if is_many else (dataset, SLICES)
@@ -100,7 +100,7 @@ def test_samples_are_those_of_the_reference(
 
 
 @given(st.none() | filters, st.integers(1, 40))
-def test_sections_of_a_fit_have_every_kept_token_once(dataset: Dataset, documents: DocumentSubset | None, size: int):
+def test_sections_of_a_fit_have_every_kept_token_once(dataset, documents, size):
     expected = reference(SLICES, documents, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_SECTION_ROWS", 0)
@@ -117,9 +117,7 @@ def test_sections_of_a_fit_have_every_kept_token_once(dataset: Dataset, document
 
 
 @given(st.floats(0, 1), st.sampled_from(["concat", "best_fit"]), st.none() | filters)
-def test_splits_are_exact_disjoint_and_together_all(
-    dataset: Dataset, validation: float, packing: str, documents: DocumentSubset | None
-):
+def test_splits_are_exact_disjoint_and_together_all(dataset, validation, packing, documents):
     def ids(split):
         try:
             settings = {} if split is None else {"split": split, "validation": validation}
@@ -156,7 +154,7 @@ def test_slices_of_different_types_are_refused(tmp_path):
         collator.plan(np.array([0, 5]), np.zeros(2, np.int64))
 
 
-def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path):
+def test_indexes_that_do_not_go_together_are_refused(dataset, tmp_path):
     concat, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="best_fit")
     save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
     images = import_slices(tmp_path, "rows")
@@ -174,7 +172,7 @@ def test_indexes_that_do_not_go_together_are_refused(dataset: Dataset, tmp_path)
             make_collator(indexes, **options)
 
 
-def test_a_slice_or_sample_outside_the_index_is_refused(dataset: Dataset):
+def test_a_slice_or_sample_outside_the_index_is_refused(dataset):
     sample_index = plan_samples(dataset, SEQ_LEN, split="train", validation=0.4)
     none = np.empty(0, np.int64)
     for masks in (False, True):
@@ -210,7 +208,7 @@ def test_a_slice_or_sample_outside_the_index_is_refused(dataset: Dataset):
         {"seq_len": 1000},
     ],
 )
-def test_wrong_settings(dataset: Dataset, wrong: dict):
+def test_wrong_settings(dataset, wrong):
     settings = {"seq_len": SEQ_LEN, **wrong}
     with pytest.raises(UsageError):
         plan_samples(dataset, settings.pop("seq_len"), **settings)

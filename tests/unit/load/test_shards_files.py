@@ -34,7 +34,7 @@ def make_tokens(count: int, dtype: Any = np.uint16, seed: int = 0) -> Any:
 @pytest.mark.parametrize(
     "generation, header, dtype", [("bin", True, "uint16"), ("npy", False, "uint16"), ("npy", True, "uint32")]
 )
-def test_both_generations_are_written_and_read(tmp_path, generation: Any, header: bool, dtype: str):
+def test_both_generations_are_written_and_read(tmp_path, generation, header, dtype):
     """Also without NumPy's header, as the first generation wrote them."""
     tokens = make_tokens(100 * L + 5, dtype)
     pieces = np.split(tokens, [3, 40, 41, 900])
@@ -109,7 +109,7 @@ def test_a_whole_shard_is_judged_once(tmp_path, monkeypatch):
 
 
 @given(st.data())
-def test_any_flipped_bit_is_noticed(tmp_path_factory, data: st.DataObject):
+def test_any_flipped_bit_is_noticed(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("flipped")
     tokens, _ = shard(folder, 2500)
     raw = bytearray(tokens.read_bytes()[data.draw(st.sampled_from([0, 128])) :])

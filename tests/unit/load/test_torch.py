@@ -88,7 +88,7 @@ def ids(batches: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("workers, prefetch, device", [(0, 0, None), (0, 2, "cpu"), (1, 2, None), (3, 0, "cpu")])
-def test_the_same_order_for_any_number_of_helpers(data: Path, workers: int, prefetch: int, device: str | None):
+def test_the_same_order_for_any_number_of_helpers(data: Path, workers, prefetch, device):
     expected = read_plain(data, 2)
     with Loader(data, **ARGUMENTS) as loader:
         batches = loader.to_torch(device, prefetch=prefetch, num_workers=workers)
@@ -105,7 +105,7 @@ def test_the_same_order_for_any_number_of_helpers(data: Path, workers: int, pref
 
 
 @pytest.mark.parametrize("first, then", [(0, 3), (2, 1)])
-def test_the_state_is_the_loaders_and_resumes_with_other_helpers(data: Path, first: int, then: int):
+def test_the_state_is_the_loaders_and_resumes_with_other_helpers(data: Path, first, then):
     expected = [item["ids"] for item in read_plain(data, 2)]
     for stop in (7, 25, 31):
         with Loader(data, **ARGUMENTS) as loader, Loader(data, **ARGUMENTS) as other:
@@ -163,7 +163,7 @@ def test_a_helper_that_is_killed_amid_a_message_has_ended():
 
 
 @pytest.mark.parametrize("style", ["batch", "plain", "transformers"])
-def test_a_batch_is_used_as_it_comes(style: Any, data: Path, tmp_path):
+def test_a_batch_is_used_as_it_comes(style, data: Path, tmp_path):
     """Ids, labels, masks and positions are int64, whatever their stored type: a model takes them without a cast."""
     write_typed_rows(tmp_path)
     for workers in (0, 1):
@@ -269,7 +269,7 @@ class FakeCuda:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch, prefetch: int):
+def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch, prefetch):
     expected = read_plain(data, 1)
     cuda = FakeCuda(monkeypatch)
     batches = list(Loader(data, **ARGUMENTS).to_torch("cuda", prefetch=prefetch))
@@ -284,7 +284,7 @@ def test_copies_to_a_device_are_ordered_by_streams(data: Path, monkeypatch, pref
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("workers, prefetch", [(0, 0), (0, 2), (1, 2)])
-def test_batches_on_a_gpu(data: Path, workers: int, prefetch: int):
+def test_batches_on_a_gpu(data: Path, workers, prefetch):
     expected = read_plain(data, 2)
     with Loader(data, epochs=2, **ARGUMENTS) as loader:
         sums = []

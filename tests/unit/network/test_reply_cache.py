@@ -46,7 +46,7 @@ def handler() -> Counting:
 
 
 @pytest.fixture
-def server(handler: Counting) -> Iterator[MemoryServer]:
+def server(handler) -> Iterator[MemoryServer]:
     with MemoryServer(handler, Members()) as server:
         yield server
 

@@ -71,7 +71,7 @@ def handler(tmp_path) -> Iterator[Handler]:
 
 
 @pytest.fixture
-def server(handler: Handler, make_identity) -> Iterator[Server]:
+def server(handler, make_identity) -> Iterator[Server]:
     with serve(make_identity("server"), handler, on_bytes=lambda *sent: handler.sent.append(sent)) as server:
         yield server
 
@@ -139,8 +139,6 @@ def test_files_and_ranges(server, client, handler, caplog):
 
 
 def test_limits_on_bodies(server, client):
-    with pytest.raises(RemoteError, match="refused with 413"):
-        client.request_json(server.address, "POST", "/echo", "x" * (1 << 20))
     with pytest.raises(ProtocolError, match="at most 10 bytes"):
         client.get_bytes(server.address, "/file", 10)
     with pytest.raises(UsageError, match="printable"):

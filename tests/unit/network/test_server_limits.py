@@ -58,7 +58,7 @@ def handler(tmp_path) -> Handler:
 
 
 @pytest.fixture
-def start(handler: Handler) -> Iterator[Start]:
+def start(handler) -> Iterator[Start]:
     """Start a server with these limits; `identity` are its members."""
     created = []
 

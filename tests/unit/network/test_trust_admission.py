@@ -37,7 +37,7 @@ def clock() -> SimpleNamespace:
 
 
 @pytest.fixture
-def server(network_dir, tmp_path, clock: SimpleNamespace) -> Iterator[AdmissionServer]:
+def server(network_dir, tmp_path, clock) -> Iterator[AdmissionServer]:
     """An organisation's admission server."""
     create_organisation(network_dir, tmp_path / "org", "acme", WORKER)
     with AuditLog(tmp_path / "audit.log") as audit:

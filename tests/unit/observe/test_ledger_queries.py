@@ -76,12 +76,12 @@ def train(path: Path, dataset: Dataset, epochs: int = 2, one_worker: bool = Fals
 
 
 @pytest.fixture
-def job(tmp_path, dataset: Dataset) -> Job:
+def job(tmp_path, dataset) -> Job:
     seen = train(tmp_path / "ledger.jsonl", dataset)
     return open_index(tmp_path / "ledger.jsonl"), seen
 
 
-def test_every_step_of_every_worker_is_found(job: Job, dataset: Dataset):
+def test_every_step_of_every_worker_is_found(job, dataset):
     index, seen = job
     documents = Documents(dataset)
     for (name, step), samples in seen.items():
@@ -97,7 +97,7 @@ def test_every_step_of_every_worker_is_found(job: Job, dataset: Dataset):
             blame_step(index, step, worker=worker)
 
 
-def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path, dataset: Dataset):
+def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path, dataset):
     seen = train(tmp_path / "ledger.jsonl", dataset, one_worker=True)
     index = open_index(tmp_path / "ledger.jsonl")
     assert len(index.workers) == 1
@@ -106,7 +106,7 @@ def test_the_steps_of_two_sessions_of_a_worker_are_told_apart(tmp_path, dataset:
         assert part.exact and part.samples == samples
 
 
-def test_whoever_saw_a_document_is_found(job: Job, dataset: Dataset):
+def test_whoever_saw_a_document_is_found(job, dataset):
     index, seen = job
     documents = Documents(dataset)
     bases = np.cumsum(index.job.samples) - index.job.samples
@@ -133,7 +133,7 @@ def test_whoever_saw_a_document_is_found(job: Job, dataset: Dataset):
         who_saw(index, 3, 0, 1)
 
 
-def test_all_tables_say_the_same(job: Job, tmp_path):
+def test_all_tables_say_the_same(job, tmp_path):
     index, seen = job
     for name in ("uses.jsonl", "uses.parquet"):
         assert export_uses(index, tmp_path / name, sample_ids=True) == len(index.uses)

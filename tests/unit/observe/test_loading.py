@@ -26,7 +26,7 @@ def folder(tmp_path) -> Path:
     return make_dataset(tmp_path / "small", 3, 100, 10)
 
 
-def test_metrics_are_served(folder: Path):
+def test_metrics_are_served(folder):
     loader = Loader(folder, seq_len=10, batch_size=7, rank=0, world_size=1)
     with forebay.serve_dashboard(loader) as page:
         assert sum(len(batch) for batch in loader) == 300
@@ -68,7 +68,7 @@ def test_little_waiting_is_no_bottleneck():
     assert find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0).cause == "disk"
 
 
-def test_callbacks_get_rates_and_mfu_of_the_steps_since_the_last_call(folder: Path):
+def test_callbacks_get_rates_and_mfu_of_the_steps_since_the_last_call(folder):
     """By hand: 6 x 1,000 + 12 x 2 layers x 8 wide x 10 tokens = 7,920 operations a token."""
     loader, calls = Loader(folder, seq_len=10, batch_size=10, epochs=2), []
     loader.measure_mfu(flops_per_token(1000, num_layers=2, width=8, seq_len=10), 1e6)
@@ -114,7 +114,7 @@ def test_the_peak_is_the_devices_or_has_to_be_given(monkeypatch):
             assert peak_flops() == float(tflops) * 1e12
 
 
-def test_callbacks_of_loggers(folder: Path, monkeypatch):
+def test_callbacks_of_loggers(folder, monkeypatch):
     """Fakes; the libraries: tests/slow/load/test_loggers.py."""
     logged = []
     run = SimpleNamespace(log=lambda metrics, step: logged.append((metrics["data/tokens"], step)))

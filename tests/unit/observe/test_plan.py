@@ -75,7 +75,7 @@ def test_a_volume_smaller_than_the_cache_is_refused():
         ({"mem_bytes": 110 << 20}, "the loader takes"),
     ],
 )
-def test_what_is_below_what_such_runs_have_is_said(settings: dict, warned: str):
+def test_what_is_below_what_such_runs_have_is_said(settings, warned):
     assert not any(warned in text for text in make_plan(job()).warnings)
     assert any(warned in text for text in make_plan(job(**settings)).warnings)
 
@@ -131,7 +131,7 @@ WEIGHTS = Weights(((0, (0.899, 0.1, 0.001)),))
 
 
 @pytest.mark.parametrize("nodes, batch", [(8, 64), (64, 512), (512, 2048), (7, 100)])
-def test_nodes_fetch_each_dataset_of_a_mixture_once(nodes: int, batch: int):
+def test_nodes_fetch_each_dataset_of_a_mixture_once(nodes, batch):
     plan = make_plan(RunSpec(MIXED, batch, 2048, WEIGHTS, world_size=nodes))
     assert plan.ok and not plan.warnings and max(plan.fetch_ratios) < 1.1
 
@@ -147,7 +147,7 @@ def test_nodes_fetch_each_dataset_of_a_mixture_once(nodes: int, batch: int):
         {"batch": 512, "cache_bytes": 100 << 20, "mixed": True},
     ],
 )
-def test_advice_is_what_the_same_check_says_of_it(settings: dict):
+def test_advice_is_what_the_same_check_says_of_it(settings):
     """For one dataset and for a mixture, any number of nodes and any cache."""
     datasets, weights = (MIXED, WEIGHTS) if settings.pop("mixed", False) else (MIXED[:1], None)
     spec = RunSpec(datasets, settings.pop("batch"), 2048, weights, **settings)
@@ -198,7 +198,7 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(tmp_path, cap
     "text, rate",
     [("1Gb/s", 125e6), ("10 Gbit/s", 1.25e9), ("179MB/s", 179e6), ("100MiB/s", 100 << 20), ("2.5Gbps", 312.5e6)],
 )
-def test_rates(text: str, rate: float):
+def test_rates(text, rate):
     assert parse_rate(text) == rate
 
 

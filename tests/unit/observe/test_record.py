@@ -81,7 +81,7 @@ def test_a_folder_without_a_record_and_one_that_cannot_be_made_are_refused(tmp_p
 @pytest.mark.parametrize(
     "line", [b'{"at":1.0}', b'{"at":1.0,"title":7,"state":[],"workers":3}', b'{"at":1.0,"figures":{"x":1}}']
 )
-def test_a_record_of_another_shape_is_one_line_of_error(line: bytes, tmp_path, capsys):
+def test_a_record_of_another_shape_is_one_line_of_error(line, tmp_path, capsys):
     (tmp_path / "x.views.jsonl").write_bytes(line + b"\n")
     assert main(["top", str(tmp_path)]) == 1
     error = capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_a_record_of_another_shape_is_one_line_of_error(line: bytes, tmp_path, c
 
 
 @given(st.dictionaries(st.sampled_from(["samples_used", "members", "workers", "providers", "name", "peers"]), JSON))
-def test_a_node_that_answers_anything_is_a_protocol_error_or_a_view(status: dict):
+def test_a_node_that_answers_anything_is_a_protocol_error_or_a_view(status):
     source = NodeSource("127.0.0.1:1", lambda address: status)
     with contextlib.suppress(ProtocolError):
         assert isinstance(source.poll(), dict)

@@ -17,7 +17,7 @@ MIXES = [(1.0,), (3, 1), (4, 2, 1, 1), (0.899, 0.1, 0.001), (0.5, 0.0, 0.5 - 1e-
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 97, 512, 4096, 6000, 8633])
 @pytest.mark.parametrize("weights", MIXES)
-def test_batches_ranks_and_prefixes_are_near_the_weights(weights: tuple[float, ...], batch: int):
+def test_batches_ranks_and_prefixes_are_near_the_weights(weights, batch):
     """Bounds: one sample for a batch of whole turns, a few for others and for a prefix, 1 % for a rank."""
     quotas, streams = Weights(((0, weights),)).quotas[0], num_streams(batch)
     parts = quotas / PERIOD
@@ -40,7 +40,7 @@ def test_batches_ranks_and_prefixes_are_near_the_weights(weights: tuple[float, .
 
 @pytest.mark.parametrize("nodes, batch", [(8, 64), (8, 512), (64, 512), (64, 1024), (512, 2048), (7, 100), (3, 6000)])
 @pytest.mark.parametrize("sizes", [(1010e9, 101e9, 1e9), (33.2e6, 4.6e6, 2e6), (1e9, 4096, 50e3)])
-def test_a_node_reads_its_share_of_the_lanes_of_each_dataset(sizes: tuple[float, ...], nodes: int, batch: int):
+def test_a_node_reads_its_share_of_the_lanes_of_each_dataset(sizes, nodes, batch):
     orders = [
         Order(np.full(max(1, int(size / 67e6)), min(int(size), 67e6) // 4096, int), i, batch, size=SampleSize())
         for i, size in enumerate(sizes)
@@ -81,6 +81,6 @@ def test_golden_mixture():
         ((True, (1.0,)),),
     ],
 )
-def test_wrong_weights(changes: tuple[tuple[int, tuple[float, ...]], ...]):
+def test_wrong_weights(changes):
     with pytest.raises(UsageError):
         Weights(changes)

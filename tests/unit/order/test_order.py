@@ -75,7 +75,7 @@ def test_golden_vectors():
 
 
 @given(st.integers(1, 3000), st.integers())
-def test_permute_is_a_bijection_and_inverse_undoes_it(n: int, seed: int):
+def test_permute_is_a_bijection_and_inverse_undoes_it(n, seed):
     index = np.arange(n, dtype=np.uint64)
     key = derive_key(seed)
     sent = permute(index, n, key)
@@ -98,7 +98,7 @@ def test_shapes_and_wrong_arguments():
 
 
 @given(orders, st.integers(0, 3))
-def test_promise_bounded(order: Order, epoch: int):
+def test_promise_bounded(order, epoch):
     """A sample is read within a window of where its lane comes to it."""
     positions = np.arange(order.num_samples)
     slices, samples = order.samples_at(epoch, positions)
@@ -130,7 +130,7 @@ def test_samples_per_slice():
 
 
 @given(st.integers(1, 500), st.data())
-def test_lease_order_goes_on_where_another_stopped(num_samples: int, data: st.DataObject):
+def test_lease_order_goes_on_where_another_stopped(num_samples, data):
     cut = data.draw(st.integers(0, num_samples))
     parts = [lease_order(1, 2, 3, num_samples, 0, cut), lease_order(1, 2, 3, num_samples, cut, num_samples)]
     full = lease_order(1, 2, 3, num_samples, 0, num_samples)

@@ -19,7 +19,7 @@ def names(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("slack", [None, 0.1])
-def test_little_moves(slack: float | None):
+def test_little_moves(slack):
     """A tenth more data, one worker more, one fewer: at most what they own and two hundredths."""
     slices, workers = hashes(2000), 5
     before = assign_owners(slices, names(workers), slack)
@@ -33,7 +33,7 @@ def test_little_moves(slack: float | None):
 
 
 @given(st.integers(1, 12), st.integers(0, 400), st.sampled_from([0.0, 0.05, 0.25]), st.integers(0, 9))
-def test_shares_are_bounded_and_names_decide(workers: int, count: int, slack: float, seed: int):
+def test_shares_are_bounded_and_names_decide(workers, count, slack, seed):
     slices, who = hashes(count, seed), names(workers)
     homes = assign_owners(slices, who, slack)
     assert np.bincount(homes, minlength=workers).max(initial=0) <= np.ceil((1 + slack) * count / workers)
@@ -48,13 +48,13 @@ def test_owners_do_not_change_with_a_version():
 
 
 @pytest.mark.parametrize("workers, slack", [([], None), (["a", "a"], None), (["a"], -0.1)])
-def test_what_cannot_be_is_refused(workers: list[str], slack: float | None):
+def test_what_cannot_be_is_refused(workers, slack):
     with pytest.raises(UsageError, match="rendezvous: expected"):
         assign_owners(hashes(3), workers, slack)
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(1, 9))
-def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: int):
+def test_ranks_that_own_take_equally_many_steps(slices, batch):
     """Each sample once an epoch, batches of a rank within one sample of each other."""
     owned = [sum(counts) for counts in slices]
     if 0 in owned:

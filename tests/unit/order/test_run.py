@@ -65,7 +65,7 @@ def all_samples(order: Order, source: int = 0) -> list[Sample]:
 
 
 @given(single_runs())
-def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run):
+def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run):
     by_epoch = {}
     epochs, in_epoch, taken = run.progress_table(0, run.num_steps)
     for step, batch in enumerate(all_batches(run)):
@@ -104,7 +104,7 @@ def test_drop_last_leaves_out_what_makes_no_batch():
 
 
 @given(single_runs() | mixed_runs(), st.integers(0, 300), st.sampled_from((1, 2, 3, 7, 64)))
-def test_steps_read_alone_by_any_world_are_those_of_the_run(run: Run, start: int, world_size: int):
+def test_steps_read_alone_by_any_world_are_those_of_the_run(run, start, world_size):
     end = 80 if run.num_steps is None else run.num_steps
     start %= end
     stop = min(end, start + 3)
@@ -116,7 +116,7 @@ def test_steps_read_alone_by_any_world_are_those_of_the_run(run: Run, start: int
 
 
 @given(single_runs(), st.sampled_from([1, 2, 3, 5]), st.data())
-def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size: int, data: st.DataObject):
+def test_the_next_use_of_a_sample_is_known_within_a_window(run, world_size, data):
     order, end = run.orders[0].epoch_order(1), run.epoch_stop(0)
     if end is None or (run.num_steps is not None and end >= run.num_steps) or len(run.batches.changes) > 1:
         return
@@ -132,7 +132,7 @@ def test_the_next_use_of_a_sample_is_known_within_a_window(run: Run, world_size:
 
 
 @given(*(st.integers(1, 40) for _ in range(3)), st.integers(0, 90), st.integers(1, 5))
-def test_the_rank_of_a_position_is_whose_part_has_it(size: int, cycle: int, world: int, first: int, num: int):
+def test_the_rank_of_a_position_is_whose_part_has_it(size: int, cycle: int, world, first, num):
     for rank in range(world):
         parts = batch_parts(first, size, num, cycle, rank, world).reshape(-1)
         assert (ranks_of(first, size, cycle, parts, world) == rank).all()
@@ -142,7 +142,7 @@ def test_the_rank_of_a_position_is_whose_part_has_it(size: int, cycle: int, worl
 
 
 @given(mixed_runs())
-def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run):
+def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run):
     num_samples = run.progress(50).samples_taken
     sources, own = run.mixture.locate(np.arange(num_samples))
     for source, order in enumerate(run.orders):
@@ -160,7 +160,7 @@ def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run):
 
 
 @given(mixed_runs(), st.integers(0, 49), st.integers(0, 2))
-def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source: int):
+def test_the_epoch_of_a_step_is_that_of_all_it_reads(run, step, source):
     first, source = run.progress(step).samples_taken, source % len(run.orders)
     sources, own = run.mixture.locate(np.arange(first, run.progress(step + 1).samples_taken))
     epochs = set(run.orders[source].passes(own[sources == source])[0].tolist())
@@ -168,7 +168,7 @@ def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source
 
 
 @pytest.mark.parametrize("lanes", [None, 4, 1])
-def test_the_window_of_a_sample_in_a_mixture_ends_when_its_last_sample_is_read(lanes: int | None):
+def test_the_window_of_a_sample_in_a_mixture_ends_when_its_last_sample_is_read(lanes):
     orders = [Order(np.array([300, 211]), 3, 8, lanes, 5), Order(np.array([70]), 4, 8, lanes, 5)]
     run = Run(orders, BatchSizes.of(8), weights=Weights(((0, (3, 1)), (20, (1, 1)))), epochs=None)
     sources, own = run.mixture.locate(np.arange(8 * 200))

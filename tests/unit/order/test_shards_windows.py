@@ -28,12 +28,12 @@ from forebay.order.shard_windows import (
         (455 * 7, None, {7: 13}, 13),
     ],
 )
-def test_the_shard_of_a_step(step: int, reset: int | None, remap: dict[int, int], expected: int):
+def test_the_shard_of_a_step(step, reset, remap, expected):
     assert shard_of_step(step, 14, 455, reset, remap) == expected
 
 
 @given(st.integers(0, 3000), st.integers(1, 50), st.none() | st.integers(0, 2000))
-def test_a_shard_lasts_until_its_next_step(step: int, steps: int, reset: int | None):
+def test_a_shard_lasts_until_its_next_step(step, steps, reset):
     turn, first = shard_turn(step, steps, reset)
     after = next_shard_step(step, steps, reset)
     assert first <= step < after <= first + steps
@@ -68,7 +68,7 @@ def test_the_published_receipt():
 
 
 @given(st.integers(1, 100), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4), st.integers(0, 9))
-def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: int, world: int, first: int):
+def test_our_windows_read_each_sample_once_a_pass(size, steps, batch, world, first):
     count = steps * batch
     settings = {"mode": "forebay", "first_window": first}
     windows = range(first, first - (-2 * size // count))

@@ -95,7 +95,7 @@ def ids(path: Path) -> list[str]:
 ALL = [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
 
 
-def test_all_faults_at_once(tmp_path, server: Server):
+def test_all_faults_at_once(tmp_path, server):
     faults = {0: "500 drop", 2: "429", 3: "html 503 short", 5: "drop drop drop", 7: "limit", 9: "429 500"}
     server.faults = {index: iter(names.split()) for index, names in faults.items()}
     reported = []
@@ -116,7 +116,7 @@ def test_all_faults_at_once(tmp_path, server: Server):
     assert (tmp_path / "ids").read_text().split() == ALL == ids(tmp_path / "d.inputs/a/items.jsonl")
 
 
-def test_x_preset_and_limits(tmp_path, server: Server):
+def test_x_preset_and_limits(tmp_path, server):
     server.shape = "x"
     path = acquire(spec(tmp_path, server, "max_pages = 4\n", "x"), tmp_path / "out")
     assert [item["text"] for item in read_lines(path)] == [f"post {n}" for n in range(4 * PER_PAGE)]
@@ -124,7 +124,7 @@ def test_x_preset_and_limits(tmp_path, server: Server):
     assert server.now - server.requests[0][1] == pytest.approx(3 / 20)
 
 
-def test_failures_keep_what_was_fetched(tmp_path, server: Server, monkeypatch):
+def test_failures_keep_what_was_fetched(tmp_path, server, monkeypatch):
     server.faults = {3: iter(["500"] * 3)}
     description = spec(tmp_path, server)
     monkeypatch.setattr("forebay.prepare.api.MAX_TRIES", 3)
@@ -143,7 +143,7 @@ def test_failures_keep_what_was_fetched(tmp_path, server: Server, monkeypatch):
         acquire(spec(tmp_path, server, "max_wait_s = 0.1\n"), tmp_path / "wait")
 
 
-def test_a_run_that_is_stopped_goes_on_at_its_cursor(tmp_path, server: Server):
+def test_a_run_that_is_stopped_goes_on_at_its_cursor(tmp_path, server):
     description = spec(tmp_path, server)
     for pages in (3, 7):
 
@@ -160,7 +160,7 @@ def test_a_run_that_is_stopped_goes_on_at_its_cursor(tmp_path, server: Server):
     assert path.read_bytes() == acquire(description, tmp_path / "whole").read_bytes()
 
 
-def test_secrets_stay_in_the_environment(tmp_path, server: Server, monkeypatch):
+def test_secrets_stay_in_the_environment(tmp_path, server, monkeypatch):
     description = spec(tmp_path, server, 'max_pages = 1\n[headers]\nAuthorization = "Bearer ${MY_TOKEN}"\n')
     monkeypatch.delenv("MY_TOKEN", raising=False)
     with pytest.raises(UsageError, match="MY_TOKEN is not set"):
@@ -183,14 +183,14 @@ def test_secrets_stay_in_the_environment(tmp_path, server: Server, monkeypatch):
         ('url = "http://x"\nheaders = 3', "headers: expected a table"),
     ],
 )
-def test_wrong_descriptions(tmp_path, text: str, message: str):
+def test_wrong_descriptions(tmp_path, text, message):
     path = tmp_path / "a.api.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
         acquire(path, tmp_path / "out")
 
 
-def test_a_folder_has_one_description_and_a_text_that_shows_one_is_a_text(tmp_path, server: Server):
+def test_a_folder_has_one_description_and_a_text_that_shows_one_is_a_text(tmp_path, server):
     acquire(spec(tmp_path, server, "max_pages = 1\n"), tmp_path / "out")
     with pytest.raises(UsageError, match="another description"):
         acquire(spec(tmp_path, server, 'max_pages = 1\nid = "title"\n'), tmp_path / "out")

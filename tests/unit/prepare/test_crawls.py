@@ -53,7 +53,7 @@ def test_a_damaged_member_costs_itself_alone(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("length", [0, 5, 40, 10_000, None])
-def test_wrong_lengths(tmp_path, length: int | None, packed: bool):
+def test_wrong_lengths(tmp_path, length, packed):
     data = warc_record(b"the first text", length=length) + warc_record(b"the second")
     path = tmp_path / ("a.warc.gz" if packed else "a.warc")
     path.write_bytes(gzip.compress(data) if packed else data)
@@ -100,7 +100,7 @@ def test_arc_versions(tmp_path):
 
 
 @given(st.binary(max_size=400), st.integers(0, 3), st.booleans())
-def test_no_garbage_hides_what_follows(garbage: bytes, index: int, packed: bool):
+def test_no_garbage_hides_what_follows(garbage, index, packed):
     if b"WARC/" in garbage or b"\x1f\x8b" in garbage:
         return
     parts = [gzip.compress(warc_record(b"text %d" % i)) if packed else warc_record(b"text %d" % i) for i in range(3)]

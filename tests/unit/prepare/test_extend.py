@@ -56,7 +56,7 @@ def second() -> Path:
 
 
 @pytest.fixture
-def old(second: Path) -> Path:
+def old(second) -> Path:
     return second.parent / "old"
 
 
@@ -69,7 +69,7 @@ def rows(dataset: Dataset) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_child_has_the_slices_of_its_parent_first(tmp_path, shuffle: bool, monkeypatch):
+def test_the_child_has_the_slices_of_its_parent_first(tmp_path, shuffle, monkeypatch):
     monkeypatch.setattr(slicing, "_GATHERED", 2)
     settings = {"slice": {"bytes": 1 << 14, "shuffle": shuffle}}
     before = write_texts(tmp_path / "first", 0, 40)
@@ -93,7 +93,7 @@ def test_the_child_has_the_slices_of_its_parent_first(tmp_path, shuffle: bool, m
 @pytest.mark.parametrize(
     "methods", ["exact", "lines", "sentences", "substring", "exact minhash signatures", "lines sentences signatures"]
 )
-def test_new_documents_are_compared_with_the_parents(tmp_path, methods: str, monkeypatch):
+def test_new_documents_are_compared_with_the_parents(tmp_path, methods, monkeypatch):
     dedup = {"dedup": dict.fromkeys(methods.split(), True)}
     before = write_texts(tmp_path / "first", 0, 40)
     parent = grow(tmp_path / "first", tmp_path / "old", **dedup)
@@ -144,7 +144,7 @@ def test_signatures_go_on_to_children_and_are_files_of_the_dataset(tmp_path):
         prepare(third, tmp_path / "x", settings=dedup, to="jsonl")
 
 
-def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old: Path, tmp_path):
+def test_lines_of_the_parent_are_cut_and_counted_for_new_documents_alone(old, tmp_path):
     line = open_dataset(old).document(4).text.splitlines()[2]
     path = write_jsonl(tmp_path / "in.jsonl", [f"{name * 30}\n{line}\n{name * 31}" for name in "ab"])
     result = grow(path, tmp_path / "new", old, dedup={"lines": True})
@@ -171,7 +171,7 @@ def test_addresses_are_compared_where_the_parent_has_them(tmp_path):
         grow(b, tmp_path / "c", tmp_path / "plain", ids=True)
 
 
-def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch):
+def test_documents_of_the_parent_are_read_in_parts(old, monkeypatch):
     dataset = open_dataset(old)
     monkeypatch.setattr("forebay.prepare.extend._PART_TOKENS", 1000)
     source = ParentDocuments(str(old), dataset.id, False)
@@ -179,7 +179,7 @@ def test_documents_of_the_parent_are_read_in_parts(old: Path, monkeypatch):
     assert [document["text"] for part in source.parts() for document in source.read(part)] == all_texts(dataset)
 
 
-def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path):
+def test_a_trained_tokenizer_is_inherited(second, tmp_path):
     trained = {"tokenize": {"tokenizer": "train:300"}}
     parent = grow(second, tmp_path / "old", **trained).open()
     write_texts(tmp_path / "third", 70, 10)
@@ -189,7 +189,7 @@ def test_a_trained_tokenizer_is_inherited(second: Path, tmp_path):
         assert child.manifest.tokenizer == "train:300" and len(child) == 40
 
 
-def test_rows_are_extended(second: Path, tmp_path):
+def test_rows_are_extended(second, tmp_path):
     table = {"rows": {"max_tokens": 128}}
     parent = grow(second.parent / "first", tmp_path / "old", **table).open()
     child = grow(second, tmp_path / "new", parent.path, **table).open()
@@ -211,7 +211,7 @@ def save_letters(path: Path, normalizer: Any = None) -> dict:
     return {"tokenize": {"tokenizer": str(path), "eos": False}}
 
 
-def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: Path, tmp_path):
+def test_what_cannot_be_extended_is_refused_before_any_work(old, second, tmp_path):
     shutil.copytree(old / "slices", tmp_path / "imported" / "slices")
     import_slices(tmp_path / "imported")
     cases = [
@@ -233,7 +233,7 @@ def test_what_cannot_be_extended_is_refused_before_any_work(old: Path, second: P
     assert not (tmp_path / "new").exists()
 
 
-def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path):
+def test_a_tokenizer_that_changes_text_cannot_deduplicate(second, tmp_path):
     settings = save_letters(tmp_path / "nfc.json", normalizers.NFC())
     grow(second, tmp_path / "old", **settings)
     with pytest.raises(UsageError, match="ids decode to the same text"):
@@ -241,7 +241,7 @@ def test_a_tokenizer_that_changes_text_cannot_deduplicate(second: Path, tmp_path
     assert grow(second, tmp_path / "new", tmp_path / "old", **settings).documents_out == 30
 
 
-def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path):
+def test_a_damaged_parent_is_refused(old, second, tmp_path):
     shutil.copytree(old, tmp_path / "old")
     path = tmp_path / "old/slices/000001.safetensors"
     data = path.read_bytes()
@@ -251,7 +251,7 @@ def test_a_damaged_parent_is_refused(old: Path, second: Path, tmp_path):
     assert not (tmp_path / "new/manifest.json").exists()
 
 
-def test_without_hard_links_slices_are_copied(old: Path, second: Path, tmp_path, monkeypatch):
+def test_without_hard_links_slices_are_copied(old, second, tmp_path, monkeypatch):
     linked = grow(second, tmp_path / "linked", old)
 
     def refuse(*_):
@@ -264,7 +264,7 @@ def test_without_hard_links_slices_are_copied(old: Path, second: Path, tmp_path,
 
 
 @pytest.mark.parametrize("extended", [True, False])
-def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(old: Path, second: Path, tmp_path, extended: bool):
+def test_an_unfinished_run_of_another_plan_is_not_taken_for_this_one(old, second, tmp_path, extended):
     """Slices of equal sizes under one name: runs with and without --extend that were stopped, and one that was not."""
     sizes, before = {"slice": {"tokens": 5000}}, contents(old)
     plans = [old, None] if extended else [None, old]

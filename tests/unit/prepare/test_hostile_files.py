@@ -35,7 +35,7 @@ PAGE = b"<html><body><p>words</p></body></html>"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "warc", "jsonl.gz"])
-def test_text_beyond_the_limit_is_left_out(tmp_path, monkeypatch, kind: str):
+def test_text_beyond_the_limit_is_left_out(tmp_path, monkeypatch, kind):
     """One text of 1 MiB, 40 times, in a file of a few KB; the limit is 8 MiB here."""
     monkeypatch.setattr(compression, "MIN_UNPACKED_BYTES", 8 * MIB)
     path, text = tmp_path / f"a.{kind}", "a b " * (MIB // 4)
@@ -59,7 +59,7 @@ def test_text_beyond_the_limit_is_left_out(tmp_path, monkeypatch, kind: str):
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "file"])
 @pytest.mark.parametrize("packed", [True, False], ids=["gz", "plain"])
-def test_a_batch_larger_than_memory_should_hold_is_refused(tmp_path, monkeypatch, stream: bool, packed: bool):
+def test_a_batch_larger_than_memory_should_hold_is_refused(tmp_path, monkeypatch, stream, packed):
     monkeypatch.setattr(ipc, "MAX_BUFFERED_BYTES", 16 * MIB)
     path = tmp_path / "a.arrow"
     small = pa.record_batch([pa.array(["x" * 100] * 30, pa.large_string())], ["text"])

@@ -1,7 +1,6 @@
 """Training a Kneser-Ney model: by hand, by its laws, by KenLM."""
 
 import math
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,9 @@ WORDS = st.lists(st.lists(st.sampled_from("abcde"), min_size=1, max_size=12).map
 @given(WORDS, st.integers(2, 4), st.randoms())
 def test_probabilities_sum_to_one(
     tmp_path_factory,
-    texts: list[str],
-    order: int,
-    chance: random.Random,
+    texts,
+    order,
+    chance,
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forebay.prepare.kneser_ney.CHUNK", 16)

@@ -107,9 +107,7 @@ def test_charsets_transfer_encodings_flowed_lines_and_quotes(tmp_path):
     newline=st.sampled_from([b"\n", b"\r\n"]),
     step=st.integers(1, 200),
 )
-def test_every_message_is_in_one_part_wherever_the_borders_are(
-    tmp_path_factory, texts: list[str], newline: bytes, step: int
-):
+def test_every_message_is_in_one_part_wherever_the_borders_are(tmp_path_factory, texts, newline, step):
     path = tmp_path_factory.getbasetemp() / "borders.mbox"
     data = raw(*(f"Message-ID: <{i}>\n\nx{text}".encode() for i, text in enumerate(texts)))
     path.write_bytes(data.replace(b"\r\n", b"\n").replace(b"\n", newline))

@@ -32,7 +32,7 @@ def outputs() -> Path:
 
 
 @pytest.fixture
-def corpus(outputs: Path) -> Path:
+def corpus(outputs) -> Path:
     return outputs / "in"
 
 
@@ -44,7 +44,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("to", sorted(SUFFIXES))
-def test_a_format_reads_its_directory_with_all_columns(outputs: Path, corpus: Path, to: str):
+def test_a_format_reads_its_directory_with_all_columns(outputs, corpus, to):
     got = rows(outputs / to / "text")
     assert [row["id"] for row in got] == (outputs / f"{to}.ids").read_text().split()
     by_id = {row["id"]: row for path in corpus.iterdir() for row in read_lines(path)}
@@ -58,12 +58,12 @@ def test_a_format_reads_its_directory_with_all_columns(outputs: Path, corpus: Pa
 
 
 @pytest.mark.parametrize("to", ["jsonl", "arrow", "parquet", "webdataset"])
-def test_a_later_preparation_reads_the_same_documents_and_columns(outputs: Path, tmp_path, to: str):
+def test_a_later_preparation_reads_the_same_documents_and_columns(outputs, tmp_path, to):
     prepare(outputs / to / "text", tmp_path / "again", to="parquet", settings={"read": RECIPE["read"]})
     assert rows(tmp_path / "again/text") == rows(outputs / "parquet/text")
 
 
-def test_tokens_are_those_of_the_dataset_in_its_order(outputs: Path, corpus: Path, tmp_path, monkeypatch):
+def test_tokens_are_those_of_the_dataset_in_its_order(outputs, corpus, tmp_path, monkeypatch):
     source = open_source(outputs / "megatron/tokens", ConvertOptions(), "megatron")
     dataset = open_dataset(outputs / "dataset")
     expected = [dataset.document(index).tokens.tolist() for index in range(len(dataset))]
@@ -81,7 +81,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("to", ["parquet", "megatron"])
-def test_a_run_that_ended_between_its_files_goes_on(outputs: Path, corpus: Path, tmp_path, to: str, monkeypatch):
+def test_a_run_that_ended_between_its_files_goes_on(outputs, corpus, tmp_path, to, monkeypatch):
     """Finished files are not written again; `tests/slow/dataset/test_faults.py` ends runs at every write."""
     puts = []
     plain = FolderStore.put
@@ -102,7 +102,7 @@ def test_a_run_that_ended_between_its_files_goes_on(outputs: Path, corpus: Path,
     assert puts.count(puts[0]) == 1 + is_one_task and puts.count(puts[1]) == 2
 
 
-def test_another_output_is_refused_and_an_unfinished_one_removed(outputs: Path, corpus: Path, tmp_path):
+def test_another_output_is_refused_and_an_unfinished_one_removed(outputs, corpus, tmp_path):
     out = tmp_path / "mds"
     shutil.copytree(outputs / "mds", out)
     again = prepare_output("mds", corpus, out)
@@ -117,7 +117,7 @@ def test_another_output_is_refused_and_an_unfinished_one_removed(outputs: Path, 
 
 
 @pytest.mark.parametrize("to", ["parquet", "litdata"])
-def test_each_subset_is_a_directory_that_its_format_reads(corpus: Path, tmp_path, to: str):
+def test_each_subset_is_a_directory_that_its_format_reads(corpus, tmp_path, to):
     prepare_output(to, corpus, tmp_path / "out", SUBSETS, write_ids=tmp_path / "ids")
     good, rest = rows(tmp_path / "out/text/good"), rows(tmp_path / "out/text/rest")
     assert all(row["quality"] >= 1 for row in good)
@@ -125,7 +125,7 @@ def test_each_subset_is_a_directory_that_its_format_reads(corpus: Path, tmp_path
     assert sorted(row["id"] for row in (*good, *rest)) == sorted((tmp_path / "ids").read_text().split())
 
 
-def test_settings_that_an_output_does_not_have_are_refused(corpus: Path, tmp_path):
+def test_settings_that_an_output_does_not_have_are_refused(corpus, tmp_path):
     for to, options, message in (
         ("megatron", {"tables": SUBSETS}, "subset: expected --to parquet, got megatron"),
         ("megatron", {"tables": {"rows": {"max_tokens": 64}}}, "rows: expected --to dataset, got megatron"),

@@ -16,13 +16,13 @@ from support.preparing import read_records
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused(data: bytes):
+def test_garbage_is_refused(data):
     with contextlib.suppress(ValueError):
         assert sum(1 for _ in pages(io.BytesIO(data), 0, len(data))) <= len(data)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), max_size=12), st.integers(1, 120))
-def test_no_run_of_rows_touches_more_than_the_budget(sizes: list[tuple[int, int]], budget: int):
+def test_no_run_of_rows_touches_more_than_the_budget(sizes, budget):
     result = [Page(False, values, size, size) for values, size in sizes]
     rows = max_rows(result, budget, 64)
     owner = [index for index, (values, _) in enumerate(sizes) for _ in range(values)]
@@ -36,7 +36,7 @@ def test_no_run_of_rows_touches_more_than_the_budget(sizes: list[tuple[int, int]
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_a_page_too_large_is_told_and_the_next_row_group_read(tmp_path, monkeypatch, version: str):
+def test_a_page_too_large_is_told_and_the_next_row_group_read(tmp_path, monkeypatch, version):
     path, schema = tmp_path / "x.parquet", pa.schema([("text", pa.string())])
     with pq.ParquetWriter(path, schema, use_dictionary=False, data_page_version=version) as writer:
         for text in ("first", "x" * 100_000, "last"):

@@ -34,7 +34,7 @@ def mirror(tmp_path) -> Path:
 
 
 @pytest.fixture
-def server(mirror: Path, monkeypatch) -> Iterator[OriginServer]:
+def server(mirror, monkeypatch) -> Iterator[OriginServer]:
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(remote_file, "_OF_LISTED", Patience(tries=12, max_wait_s=0.01))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -43,7 +43,7 @@ def server(mirror: Path, monkeypatch) -> Iterator[OriginServer]:
         yield origin
 
 
-def test_any_way_to_the_same_files_gives_the_same_dataset(server: OriginServer, mirror: Path, tmp_path):
+def test_any_way_to_the_same_files_gives_the_same_dataset(server, mirror, tmp_path):
     copied = tmp_path / "wet.paths"
     copied.write_bytes(gzip.decompress((mirror / LIST).read_bytes()))
     ways = {"name": WET, "url": f"{server.url}/{LIST}", "local": mirror / LIST, "copy": copied}
@@ -58,7 +58,7 @@ def test_any_way_to_the_same_files_gives_the_same_dataset(server: OriginServer, 
     assert sum(server.bytes_sent.values()) < (mirror / LIST).stat().st_size + 100, "files were fetched again"
 
 
-def test_a_part_of_a_crawl(server: OriginServer):
+def test_a_part_of_a_crawl(server):
     names = [entry.name for entry in list_paths(f"{WET}&files=1:3") if not isinstance(entry, path_lists.Skipped)]
     assert [name[-17:] for name in names] == ["-00001.warc.wet.gz"[1:], "-00002.warc.wet.gz"[1:]]
     with pytest.raises(PrepareError, match="expected files in that range, got none"):
@@ -68,14 +68,14 @@ def test_a_part_of_a_crawl(server: OriginServer):
             list(list_paths(f"commoncrawl:{CRAWL if wrong else ''}{wrong}"))
 
 
-def test_a_sample_requests_the_sampled_files_only(server: OriginServer, mirror: Path, tmp_path):
+def test_a_sample_requests_the_sampled_files_only(server, mirror, tmp_path):
     settings = {"sample": 0.3}
     remote = prepare(WET, tmp_path / "a", name="d", settings=settings)
     assert sum(name.endswith(".wet.gz") for name in server.requests) == 2 and 15 < remote.documents_in < 45
     assert prepare(mirror / LIST, tmp_path / "b", name="d", settings=settings).id == remote.id
 
 
-def test_a_server_in_trouble_is_waited_for(server: OriginServer, mirror: Path, tmp_path, monkeypatch):
+def test_a_server_in_trouble_is_waited_for(server, mirror, tmp_path, monkeypatch):
     expected = prepare(mirror / LIST, tmp_path / "a", name="d")
     server.faults.drop = server.faults.truncate = 0.3
     turns, server.faults.retry_after = itertools.count(1), "0"
@@ -85,7 +85,7 @@ def test_a_server_in_trouble_is_waited_for(server: OriginServer, mirror: Path, t
     assert prepare(WET, tmp_path / "b", name="d").id == expected.id and server.statuses[503]
 
 
-def test_files_that_are_refused_missing_or_without_room(server: OriginServer, tmp_path, monkeypatch):
+def test_files_that_are_refused_missing_or_without_room(server, tmp_path, monkeypatch):
     server.faults.forbidden.add(FILES[2])
     with pytest.raises(PrepareError, match=r"after 12 tries: HTTP status 403 .*too many requests, or access is denied"):
         prepare(WET, tmp_path / "forbidden")
@@ -104,7 +104,7 @@ def test_files_that_are_refused_missing_or_without_room(server: OriginServer, tm
     assert all(stop - start == 1 for name, start, stop in server.ranges if name.endswith(".wet.gz"))
 
 
-def test_a_file_that_changes_is_never_mixed(server: OriginServer, mirror: Path, tmp_path, monkeypatch):
+def test_a_file_that_changes_is_never_mixed(server, mirror, tmp_path, monkeypatch):
     path, target, folder = mirror / FILES[0], tmp_path / "part", remote_file.RemoteFolder(server.url)
     listed, old = folder.find(FILES[0]), path.read_bytes()
     assert listed is not None
@@ -125,7 +125,7 @@ def test_a_file_that_changes_is_never_mixed(server: OriginServer, mirror: Path, 
     assert target.read_bytes() == old and {start for _, start, _ in server.ranges} == {0}
 
 
-def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_path):
+def test_a_truncated_file_is_reported(server, mirror, tmp_path):
     path = mirror / FILES[3]
     path.write_bytes(path.read_bytes()[:-50])
     result = prepare(WET, tmp_path / "a")
@@ -149,7 +149,7 @@ def test_a_truncated_file_is_reported(server: OriginServer, mirror: Path, tmp_pa
     ],
     ids=range(8),
 )
-def test_hostile_lists_are_refused(tmp_path, data: bytes, message: str):
+def test_hostile_lists_are_refused(tmp_path, data, message):
     path = tmp_path / "x.paths.gz"
     path.write_bytes(data)
     with pytest.raises(PrepareError, match=message) as raised:
@@ -158,7 +158,7 @@ def test_hostile_lists_are_refused(tmp_path, data: bytes, message: str):
 
 
 @given(st.text(max_size=60) | st.from_regex(r"([.a-z/%?#\\:-]{0,4}){1,5}", fullmatch=True))
-def test_a_path_that_is_accepted_stays_below_its_root(path: str):
+def test_a_path_that_is_accepted_stays_below_its_root(path):
     if is_path_below(path):
         root = Path("/root/of/list")
         assert (root / path).resolve().is_relative_to(root) and path.isprintable()
@@ -172,7 +172,7 @@ def test_which_inputs_are_lists():
     assert all(entry.path.startswith("https://data.commoncrawl.org/") for entry in entries)
 
 
-def test_headers_of_a_record_are_columns(mirror: Path, tmp_path):
+def test_headers_of_a_record_are_columns(mirror, tmp_path):
     columns = {"date": "text", "language": "text", "Content-Length": "number", "none": "text"}
     prepare(mirror / LIST, tmp_path / "a", to="parquet", settings={"read": {"columns": columns}})
     row = pq.read_table(tmp_path / "a/text").to_pylist()[0]

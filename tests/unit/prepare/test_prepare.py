@@ -27,7 +27,7 @@ def source(tmp_path, monkeypatch) -> Path:
     return write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
 
-def test_every_document_once_in_order(source: Path, tmp_path):
+def test_every_document_once_in_order(source, tmp_path):
     seen = []
     result = prepare(source, tmp_path / "d", slice_bytes=4096, on_progress=seen.append)
     dataset = open_dataset(tmp_path / "d")
@@ -52,7 +52,7 @@ def test_every_document_once_in_order(source: Path, tmp_path):
         assert done == sorted(done) and done[-1] == states[-1].total > 0
 
 
-def test_rejects_are_located(source: Path, tmp_path):
+def test_rejects_are_located(source, tmp_path):
     written = source.read_bytes().splitlines(keepends=True)
     invalid = {
         120: b'{"text": 5}\n',
@@ -92,7 +92,7 @@ def test_tokenizer_without_eos_and_large_vocabulary(tmp_path):
     assert documents(dataset) == [[1, 69_999], [2]] and dataset.manifest.lineage["counts"]["dropped"] == {"empty": 1}
 
 
-def test_same_again_and_other_again(source: Path, tmp_path):
+def test_same_again_and_other_again(source, tmp_path):
     first = prepare(source, tmp_path / "d")
     killed = tmp_path / f"d/slices/.000000.safetensors.{HOST}.{2**22 + 1}.00000000.tmp"  # Above all ids of processes.
     killed.touch()
@@ -107,32 +107,27 @@ def test_same_again_and_other_again(source: Path, tmp_path):
         prepare(source, tmp_path / "d")
 
 
-def test_wrong_use(source: Path, tmp_path):
+def test_wrong_use(source, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(source.read_bytes())[:-20])
     (tmp_path / "bad.json").write_text("{}")
     strict = {"settings": {"max_error_rate": 0.0}}
     cases = [
-        ("none.jsonl", {}, PrepareError, "does not exist"),
         ("empty", {}, PrepareError, "got none"),
         ("empty.jsonl", {}, PrepareError, "got none"),
         ("cut.jsonl.gz", strict, PrepareError, "cut.jsonl.gz"),
-        ("a.jsonl", {"tokenizer": "no/such/file.json"}, UsageError, "no such file"),
         ("a.jsonl", {"tokenizer": str(tmp_path / "bad.json")}, PrepareError, "expected a tokenizer"),
         ("a.jsonl", {"slice_bytes": 10}, UsageError, "4096"),
         ("a.jsonl", {"workers": 0}, UsageError, "an integer from 1"),
         (".", {}, UsageError, "expected --out beside or below the input folder"),
-        ("*.none", {}, UsageError, "files that match"),
     ]
     for name, changes, error, message in cases:
         with pytest.raises(error, match=message):
             prepare(tmp_path / name, tmp_path / ("d" if name != "." else "."), **changes)
-    with pytest.raises(UsageError, match="which is a file"):
-        prepare(source, tmp_path / "bad.json")
 
 
-def test_full_disk(source: Path, tmp_path, monkeypatch):
+def test_full_disk(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

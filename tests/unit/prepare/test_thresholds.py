@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,9 +35,7 @@ def table(values: list[float], start: int, stop: int, low: float, high: float) -
 
 
 @given(VALUES, st.data(), st.floats(-50, 50), st.floats(-50, 50))
-def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(
-    values: list[float], data: Any, low: float, high: float
-):
+def test_any_cut_of_batches_gives_the_same_and_counts_are_exact(values, data, low, high):
     cut = data.draw(st.integers(0, len(values)))
     full, parts = table(values, 0, len(values), low, high), ThresholdTable()
     for start, stop in ((cut, len(values)), (0, cut)):

@@ -51,7 +51,7 @@ def read(path: Path, start: int = 0, stop: int = 0, **options: Any) -> list[Reco
         ("{{{1|default}}} and {{{2}}}none, {{lang|de|{{{1|Wort}}}}}", "default and none, Wort"),
     ],
 )
-def test_markup(source: str, text: str):
+def test_markup(source, text):
     assert to_text(source) == text
 
 
@@ -60,7 +60,7 @@ def test_markup(source: str, text: str):
         st.sampled_from([*MARKUP, "<!--", "-->", "</ref>", "|", "\n", "=", "word ", "<math>", "http://", "[", "]", "*"])
     )
 )
-def test_any_markup_ends_and_keeps_no_more_than_was_there(parts: list[str]):
+def test_any_markup_ends_and_keeps_no_more_than_was_there(parts):
     source = "".join(parts)
     assert to_text(source).count("word") <= source.count("word")
 
@@ -113,7 +113,7 @@ def test_what_is_no_document(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_pieces_give_each_page_once(tmp_path, size: int):
+def test_pieces_give_each_page_once(tmp_path, size):
     path = tmp_path / "a.xml"
     path.write_text(HEAD + "".join(page(i, f"text {i} " * (i % 50)) for i in range(1, 200)) + "</mediawiki>")
     full, total = read(path), path.stat().st_size
@@ -147,7 +147,7 @@ def test_hostile_xml(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 1500])
-def test_of_many_revisions_the_last_is_read(tmp_path, size: int):
+def test_of_many_revisions_the_last_is_read(tmp_path, size):
     """Earlier ones are let go of as they come, however many they are; so is a text that is too large."""
     revision = "<revision><id>9</id><text>{}</text></revision>"
     many = "".join(revision.format(f"old {i} " * 1000) for i in range(300))
@@ -161,7 +161,7 @@ def test_of_many_revisions_the_last_is_read(tmp_path, size: int):
 
 
 @pytest.mark.parametrize("end", ["</mediawik", "<page><title>x</title>", "<page><revision>", ""])
-def test_a_dump_that_ends_early_is_told_once(tmp_path, end: str):
+def test_a_dump_that_ends_early_is_told_once(tmp_path, end):
     path = tmp_path / "a.xml"
     path.write_text(HEAD + page(1, "a") + end)
     assert [(r.id, r.problem[:11]) for r in read(path)] == [("1", ""), ("", "damaged XML")]

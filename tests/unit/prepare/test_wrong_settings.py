@@ -1,7 +1,6 @@
 """Settings of stages and of deduplication that cannot be: each is named."""
 
 import math
-from typing import Any
 
 import pytest
 
@@ -27,8 +26,6 @@ WRONG = {
     Pii: [
         ({"kinds": ("mail",)}, "kinds: expected 'email', .*'key', .*, got 'mail'"),
         ({"kinds": "email"}, "kinds: expected"),
-        ({"style": "x"}, "style: expected 'mask' or 'fineweb', got 'x'"),
-        ({"public_only": 1}, "public_only: expected true or false, got 1"),
     ],
     Toxic: [
         ({"lists": "/nowhere"}, "lists: .*does not exist"),
@@ -36,7 +33,6 @@ WRONG = {
     ],
     Unicode: [
         ({"form": "NFD"}, "form: expected 'NFC', 'NFKC' or 'none', got 'NFD'"),
-        ({"mojibake": 1}, "mojibake: expected true or false, got 1"),
     ],
     LineRules: [
         ({"max_symbols": 2}, "max_symbols: "),
@@ -44,7 +40,6 @@ WRONG = {
     Length: [
         ({"min_chars": -1}, "min_chars: expected "),
         ({"min_words": 5, "max_words": 4}, "min_words: expected "),
-        ({"max_words": "5"}, "max_words: expected "),
     ],
     GopherQuality: [
         ({"min_alpha_words": 1.5}, "min_alpha_words: expected "),
@@ -101,6 +96,6 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind, settings, message", [(kind, *case) for kind, cases in WRONG.items() for case in cases])
-def test_a_setting_that_cannot_be_is_named(kind: type, settings: dict[str, Any], message: str):
+def test_a_setting_that_cannot_be_is_named(kind, settings, message):
     with pytest.raises(UsageError, match=f"^{message}"):
         kind(**settings)

@@ -21,9 +21,7 @@ _SMALL = {"workers": 8, "slices": 24, "samples": 64, "speed": 4.0, "exchange_s":
     st.sampled_from([0.0, 0.1]),
 )
 @example(4856, 0.0, 0.3, 2, 1, 0.0)  # One is cut off to the end and does not hear that its lease expired.
-def test_every_sample_is_used_exactly_once(
-    seed: int, churn: float, liars: float, restarts: int, partitions: int, lost: float
-):
+def test_every_sample_is_used_exactly_once(seed, churn, liars, restarts, partitions, lost):
     world = Scenario(
         **_SMALL, seed=seed, churn=churn, liars=liars, restarts=restarts, partitions=partitions, lost=lost,
         partition_s=25.0,

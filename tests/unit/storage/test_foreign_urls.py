@@ -164,7 +164,7 @@ def dataset(tmp_path) -> Dataset:
 
 
 @pytest.fixture
-def web(dataset: Dataset) -> Iterator[OriginServer]:
+def web(dataset) -> Iterator[OriginServer]:
     with OriginServer(dataset.path.parent) as server:
         yield server
 

@@ -38,7 +38,7 @@ def server(tmp_path, monkeypatch) -> Iterator[OriginServer]:
 
 
 @pytest.fixture(params=["path", "file", "http", "s3", "r2", "hf"])
-def origin(request, server: OriginServer, monkeypatch) -> Origin:
+def origin(request, server, monkeypatch) -> Origin:
     folder = server.directory / "data"
     match request.param:
         case "path":
@@ -178,7 +178,7 @@ def test_bad_urls(url):
 
 
 @pytest.fixture
-def dataset(server: OriginServer) -> Dataset:
+def dataset(server) -> Dataset:
     return write_tokens(server.directory / "corpus", [5000] * 3)
 
 

@@ -41,7 +41,7 @@ def running(tmp_path_factory) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def hub(running: HubServer, monkeypatch) -> HubServer:
+def hub(running, monkeypatch) -> HubServer:
     monkeypatch.setenv("HF_ENDPOINT", running.url)
     running.reset()
     return running

@@ -66,13 +66,13 @@ ALL = [
 
 
 @pytest.mark.parametrize("name, files", ALL)
-def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: list[str]):
+def test_every_row_in_the_order_of_the_files(hub, name, files):
     expected = on_disk(hub.directory / "datasets" / "/".join(name.partition(":")[0].split("/")[:2]), *files)
     assert texts(f"hf:{name}") == expected and len(expected) > 30
 
 
 @pytest.mark.parametrize("min_share_bytes", [1, 1 << 20])
-def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch, min_share_bytes: int):
+def test_shares_of_lanes_are_together_everything(hub, monkeypatch, min_share_bytes):
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", min_share_bytes)
     for name in ("HuggingFaceFW/fineweb-edu/sample-10BT", "EleutherAI/pile"):
         records, expected = records_of(f"hf:{name}", ReadOptions()), sorted(texts(f"hf:{name}"))
@@ -84,7 +84,7 @@ def test_shares_of_lanes_are_together_everything(hub: HubServer, monkeypatch, mi
             assert sorted(text for share in shares for text in share) == expected and all(shares)
 
 
-def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(hub: HubServer, tmp_path, monkeypatch):
+def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("forebay.stream.records.RUN_FILES", 8)
     hub.directory, hub.page_size = tmp_path / "hub", 6
     repo = write_repo(tmp_path / "hub/datasets/a/b")
@@ -99,14 +99,14 @@ def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(hub: HubServer, tmp
 @pytest.mark.parametrize(
     "faults", [{"drop": 0.3}, {"truncate": 0.5}, {"throttle": 4}, {"broken": 4}, {"expired": 1}], ids=str
 )
-def test_faults_that_pass_change_nothing(hub: HubServer, impatient: None, faults: dict):
+def test_faults_that_pass_change_nothing(hub, impatient: None, faults):
     vars(hub.faults).update(faults)
     for name, files in ALL[2:4]:
         repo = hub.directory / "datasets" / "/".join(name.split("/")[:2])
         assert texts(f"hf:{name}") == on_disk(repo, *files)
 
 
-def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch):
+def test_a_hub_that_is_away(hub, impatient: None, monkeypatch):
     hub.close()
     with pytest.raises(ConnectionError, match=r"^Failed to download dataset 'a/b': .*tiny_shakespeare") as caught:
         TextStream("hf:a/b", tokenizer="bytes", seq_len=8, batch_size=1)
@@ -118,7 +118,7 @@ def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch):
         find_split("a/b")
 
 
-def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch):
+def test_a_hub_that_is_silent(hub, impatient: None, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.05)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
     hub.faults.black_hole = True
@@ -135,7 +135,7 @@ def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch):
     [("my-dataset", "a full path, OWNER/NAME, or a short name"), ("no/such", "a full path, OWNER/NAME such as")],
 )
 @pytest.mark.parametrize("token, private", [("", " If it is private, set HF_TOKEN."), (TOKEN, "")])
-def test_a_name_that_nothing_has(hub: HubServer, monkeypatch, name: str, advice: str, token: str, private: str):
+def test_a_name_that_nothing_has(hub, monkeypatch, name, advice, token, private):
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(
         FileNotFoundError, match=f"^Dataset '{name}' not found.*{advice}.*Check the spelling.{private}$"
@@ -144,7 +144,7 @@ def test_a_name_that_nothing_has(hub: HubServer, monkeypatch, name: str, advice:
     assert isinstance(caught.value, UnknownDatasetError)
 
 
-def test_what_is_gated_needs_a_token_which_no_other_host_sees(hub: HubServer, monkeypatch, tmp_path, impatient: None):
+def test_what_is_gated_needs_a_token_which_no_other_host_sees(hub, monkeypatch, tmp_path, impatient: None):
     expected = on_disk(
         hub.directory / "datasets/bigcode/the-stack",
         "data/python/train-00000-of-00001.parquet",
@@ -170,7 +170,7 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(hub: HubServer, mo
     assert {value for path, value in shown.items() if path.startswith("/api/")} == {f"Bearer {TOKEN}"}
 
 
-def test_a_state_names_the_commit_that_it_is_of(hub: HubServer):
+def test_a_state_names_the_commit_that_it_is_of(hub):
     first = stream("hf:HuggingFaceFW/fineweb")
     next(iter(first))
     state, url = first.state_dict(), first.state_dict()["inputs"]
@@ -182,7 +182,7 @@ def test_a_state_names_the_commit_that_it_is_of(hub: HubServer):
     assert pinned.config == "default"
 
 
-def test_revisions_and_a_dataset_that_was_renamed(hub: HubServer):
+def test_revisions_and_a_dataset_that_was_renamed(hub):
     hub.revisions.add("refs/convert/parquet")
     for name in ("EleutherAI/pile@refs%2Fconvert%2Fparquet", "EleutherAI/pile:train@refs/convert/parquet"):
         result = find_split(name)
@@ -193,7 +193,7 @@ def test_revisions_and_a_dataset_that_was_renamed(hub: HubServer):
         find_split("EleutherAI/pile@nope")
 
 
-def test_other_files_need_the_library(hub: HubServer, monkeypatch):
+def test_other_files_need_the_library(hub, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     message = "^HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
     with pytest.raises(ImportError, match=message) as caught:
@@ -201,7 +201,7 @@ def test_other_files_need_the_library(hub: HubServer, monkeypatch):
     assert isinstance(caught.value, MissingPackageError)
 
 
-def test_a_mirror_whose_pages_name_the_hub(hub: HubServer):
+def test_a_mirror_whose_pages_name_the_hub(hub):
     hub.page_size, hub.url = 1, "https://hub.invalid"
     result = find_split("hf://datasets/EleutherAI/pile")
     assert len(result.files()) == 2

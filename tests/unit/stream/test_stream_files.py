@@ -13,7 +13,7 @@ SETTINGS = {"lanes": 1, "global_batch_size": 12, "seq_len": 64}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
-def test_each_document_once_and_resume_is_exact(tmp_path, suffix: str):
+def test_each_document_once_and_resume_is_exact(tmp_path, suffix):
     folder = write_files(tmp_path / "files", suffix, 3)
     tokens = sorted(samples(stream(folder, lanes=1, seq_len=1, global_batch_size=512)).items())
     text = bytes(0 if inputs[0] == 256 else inputs[0] for _, (inputs, _) in tokens).decode()

@@ -25,7 +25,7 @@ def write(folder: Path, suffix: str) -> Path:
     files=st.lists(st.tuples(st.integers(0, 9 << 20), st.booleans()), min_size=1, max_size=12),
     lanes=st.integers(1, 9),
 )
-def test_parts_of_files_are_disjoint_and_together_all(files: list[tuple[int, bool]], lanes: int):
+def test_parts_of_files_are_disjoint_and_together_all(files, lanes):
     sources = [
         InputFile(str(i), str(i), "jsonl", "" if divides else "gz", size, "") for i, (size, divides) in enumerate(files)
     ]
@@ -55,9 +55,7 @@ def test_parts_of_files_are_disjoint_and_together_all(files: list[tuple[int, boo
     cuts=st.lists(st.floats(0, 1, exclude_min=True, exclude_max=True), max_size=6, unique=True),
     group=st.integers(1, 9),
 )
-def test_every_record_of_a_divided_file_is_in_one_part(
-    tmp_path_factory, lines: list[str], newline: bool, cuts: list[float], group: int
-):
+def test_every_record_of_a_divided_file_is_in_one_part(tmp_path_factory, lines, newline, cuts, group):
     folder = tmp_path_factory.mktemp("divided")
     (folder / "a.txt").write_bytes("\n".join(lines).encode() + b"\n" * newline)
     (folder / "a.parquet").write_bytes(parquet([{"id": "", "text": line} for line in [*lines, "x"]], group))
@@ -86,7 +84,7 @@ def test_a_damaged_file_is_reported_by_one_lane(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "suffix, lanes, worlds", [("jsonl", 1, (3, 5)), ("jsonl", 4, (1, 2, 8)), ("parquet", 4, (2, 8))]
 )
-def test_a_state_of_another_world_is_exact(tmp_path, suffix: str, lanes: int, worlds: tuple[int, ...], monkeypatch):
+def test_a_state_of_another_world_is_exact(tmp_path, suffix, lanes, worlds, monkeypatch):
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
     folder = write(tmp_path / "files", suffix)
     common = {"lanes": lanes, "global_batch_size": 8, "steps": 40, "epochs": None}
@@ -164,7 +162,7 @@ def test_helper_processes_of_a_rank_read_its_share(tmp_path):
 
 
 @pytest.mark.parametrize("suffix, lanes", [("jsonl", 24), ("parquet", 4), ("jsonl.gz", 3)])
-def test_worlds_that_change_read_each_sample_once(tmp_path, suffix: str, lanes: int, monkeypatch):
+def test_worlds_that_change_read_each_sample_once(tmp_path, suffix, lanes, monkeypatch):
     """Ranks that stay, that are killed, that are new; states are exchanged as workers do, or not."""
     monkeypatch.setattr(stream_records, "MIN_SHARE_BYTES", 1)
     folder, result, taken = write_files(tmp_path / "files", suffix, 3, None), {}, 0

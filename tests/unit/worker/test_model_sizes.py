@@ -11,7 +11,7 @@ from forebay.worker.gpt import Gpt  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
-def test_the_bound_holds_and_is_near(name: str):
+def test_the_bound_holds_and_is_near(name):
     """Beside what autograd saves for the way back, for two shapes of a batch."""
     size, vocab_size, seq_len = SIZES[name], 300, 32
     model = Gpt(vocab_size, seq_len, size)

@@ -6,7 +6,6 @@ import json
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +55,7 @@ def test_the_defaults_of_the_guide():
         ({"dataset_name": "someone/something"}, 512),
     ],
 )
-def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int):
+def test_given_goes_before_the_datasets_own(settings, seq_len):
     config = WorkerConfig(**settings)
     assert config.dataset_type == ("huggingface" if "dataset_name" in settings else "dummy")
     assert config.resolved_seq_len() == seq_len
@@ -77,13 +76,13 @@ def test_given_goes_before_the_datasets_own(settings: dict, seq_len: int):
         ('{"learning_rate": 0}', "learning_rate"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: str, words: str):
+def test_what_cannot_be_is_refused(settings, words):
     with pytest.raises(UsageError, match=words):
         WorkerConfig(**json.loads(settings))
 
 
 @pytest.mark.parametrize("dataset_type", ["dummy", "distributed_dummy"])
-def test_dummies_train_without_any_framework(dataset_type: str):
+def test_dummies_train_without_any_framework(dataset_type):
     lines = []
 
     async def run():
@@ -101,7 +100,7 @@ def test_dummies_train_without_any_framework(dataset_type: str):
     assert lines[-1].startswith("done: step 6/6")
 
 
-def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path):
+def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus):
     async def run():
         config = WorkerConfig(
             dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, trainer="count", num_steps=10**6
@@ -142,14 +141,14 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path):
         ({"dataset_name": "", "shuffle_buffer": 2, "tokenizer_name": "bytes"}, []),
     ],
 )
-def test_settings_without_effect_are_named(corpus: Path, settings: dict[str, Any], named: list[str]):
+def test_settings_without_effect_are_named(corpus, settings, named):
     lines: list[str] = []
     settings = {**settings, "dataset_name": str(corpus)} if "dataset_name" in settings else settings
     Training(WorkerConfig(num_steps=1, **settings), threading.Event(), lines.append).run()
     assert [line.partition(":")[0] for line in lines if "without effect" in line] == named
 
 
-def test_a_setting_of_a_model_trains_one(corpus: Path, monkeypatch):
+def test_a_setting_of_a_model_trains_one(corpus, monkeypatch):
     torch, lines = pytest.importorskip("torch"), []
     config = WorkerConfig(
         dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, num_steps=9, model_size="tiny", batch_size=64
@@ -192,7 +191,7 @@ def test_what_counts_as_out_of_memory():
     assert "a device with more memory" in str(out_of_memory(MemoryError(), WorkerConfig(batch_size=1, seq_len=16)))
 
 
-def test_the_command_line(corpus: Path, tmp_path, capsys):
+def test_the_command_line(corpus, tmp_path, capsys):
     settings = tmp_path / "worker.toml"
     settings.write_text('tokenizer-name = "bytes"\nseq_len = 16\nbatch_size = 3\nnum_steps = 4\ntrainer = "count"\n')
     assert main(f"--config {settings} --dataset-name {corpus} --batch-size 5 --json --quiet".split()) == 0

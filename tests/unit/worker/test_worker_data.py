@@ -101,7 +101,7 @@ def test_dummies_as_tensors_leave_the_generator_alone():
 
 
 @pytest.mark.parametrize("world_size, lanes", [(1, None), (2, None), (3, 1), (4, 6)])
-def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, lanes: int | None):
+def test_sample_k_goes_to_rank_k_mod_world_size(texts, world_size, lanes):
     alone = rows_by_id(text_dataset(texts, batch_size=2 * world_size, lanes=lanes or world_size))
     parts = [
         rows_by_id(text_dataset(texts, batch_size=2, rank=rank, world_size=world_size, lanes=lanes))
@@ -113,7 +113,7 @@ def test_sample_k_goes_to_rank_k_mod_world_size(texts: Path, world_size: int, la
     assert sum(map(len, parts)) == len(alone)
 
 
-def test_text_in_ids_out_and_no_sample_is_padded(texts: Path):
+def test_text_in_ids_out_and_no_sample_is_padded(texts):
     data = text_dataset(texts, buffer_size=0, batch_size=4)
     ids = []
     for batch in data.batches():
@@ -125,7 +125,7 @@ def test_text_in_ids_out_and_no_sample_is_padded(texts: Path):
     assert data.vocab_size == 257
 
 
-def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog):
+def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts, caplog):
     data = text_dataset(texts, seq_len=64, batch_size=100, num_batches=9)
     with caplog.at_level(logging.WARNING, "forebay.worker"):
         epochs = [batch.epoch for batch in data.batches()]
@@ -137,7 +137,7 @@ def test_a_dataset_that_is_used_up_begins_again_and_says_so(texts: Path, caplog)
 
 
 @pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
-def test_state_goes_on_with_the_next_batch(texts: Path, kind: str):
+def test_state_goes_on_with_the_next_batch(texts, kind):
     def fresh():
         if kind == "text":
             return text_dataset(texts)
@@ -157,7 +157,7 @@ def test_state_goes_on_with_the_next_batch(texts: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["text", "dummy", "distributed_dummy"])
-def test_ranks_may_change_in_the_midst(texts: Path, kind: str):
+def test_ranks_may_change_in_the_midst(texts, kind):
     """Two ranks take two steps of two samples each, then three ranks go on: nothing twice, nothing left out."""
 
     def data(rank, world_size, sample):

@@ -24,7 +24,7 @@ def coordinator() -> Iterator[Coordinator]:
         yield coordinator
 
 
-def test_heartbeats_go_on_after_an_unexpected_exception(coordinator: Coordinator, monkeypatch):
+def test_heartbeats_go_on_after_an_unexpected_exception(coordinator, monkeypatch):
     """A broken line in revoked.txt, a descriptor limit: whatever a request raises, news of a change still arrives."""
     real, raised, deaths = Client.request_json, [], []
     monkeypatch.setattr(threading, "excepthook", deaths.append)
@@ -96,7 +96,7 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     assert not state.changing
 
 
-def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(coordinator: Coordinator, monkeypatch):
+def test_a_worker_that_is_started_again_before_its_end_was_noticed_is_let_in(coordinator, monkeypatch):
     """Who starts it again, such as a service manager, may be faster than the coordinator."""
     monkeypatch.setattr(membership_state, "NOTICE_S", 3600.0)
     real, refused = Client.request_json, threading.Event()

@@ -27,7 +27,7 @@ def test_files_that_do_not_belong_together(tmp_path, make_identity):
 
 
 @pytest.mark.parametrize("name", ["node-key.pem", "node-cert.pem", "root-cert.pem", "network.json"])
-def test_missing_and_garbled_files_are_named(name: str, make_identity):
+def test_missing_and_garbled_files_are_named(name, make_identity):
     path = make_identity("a").node_dir / name
     path.write_bytes(b"{garbage")
     with pytest.raises(UsageError, match=name):
@@ -58,6 +58,6 @@ def test_garbage_is_no_certificate():
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../up", "x" * 65, "-x"])
-def test_names(name: str, network_dir, tmp_path):
+def test_names(name, network_dir, tmp_path):
     with pytest.raises(UsageError, match="name"):
         join(network_dir, tmp_path / "x", name)

@@ -75,7 +75,7 @@ def org_dir(network_dir, tmp_path) -> Path:
     return tmp_path / "org"
 
 
-def test_an_organisations_node_says_whose_it_is_and_what_it_may(org_dir: Path, tmp_path, make_identity):
+def test_an_organisations_node_says_whose_it_is_and_what_it_may(org_dir, tmp_path, make_identity):
     node = join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"worker"}), ("c4-en",)))
     seen = meets(make_identity("r"), node)
     assert (seen.peer_id, seen.org) == (node.peer_id, read_issuer(org_dir).peer_id)
@@ -87,7 +87,7 @@ def test_an_organisations_node_says_whose_it_is_and_what_it_may(org_dir: Path, t
     assert names.get_values_for_type(x509.DNSName) == [certificates.SERVER_NAME]
 
 
-def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir, tmp_path):
+def test_a_node_gets_no_more_than_its_organisation(org_dir, network_dir, tmp_path):
     with pytest.raises(UsageError, match="may give data, worker, got scheduler"):
         join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"scheduler"})))
     wide = join(org_dir, tmp_path / "w", "w", scope=Scope(datasets=("*",))).scope
@@ -148,7 +148,7 @@ def test_a_name_that_is_no_text_is_refused_by_each_parser(network_dir, make_iden
 CROWN = {"roles": ["admin"], "datasets": []}
 
 
-def test_forged_certificates_are_refused(org_dir: Path, network_dir, tmp_path):
+def test_forged_certificates_are_refused(org_dir, network_dir, tmp_path):
     """An organisation signs what it likes with its own key; a peer of the node decides by what the root gave."""
     node, root, org = join(org_dir, tmp_path / "n", "n"), read_issuer(network_dir), read_issuer(org_dir)
     create_organisation(network_dir, tmp_path / "rich", "rich")
@@ -180,7 +180,7 @@ def test_forged_certificates_are_refused(org_dir: Path, network_dir, tmp_path):
 
 
 def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organisation(
-    org_dir: Path, network_dir, tmp_path, make_identity
+    org_dir, network_dir, tmp_path, make_identity
 ):
     """OpenSSL takes no certificate for the issuer whose key id is another's than the certificate names."""
     server, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(network_dir)
@@ -201,7 +201,7 @@ def test_an_organisation_cannot_pass_for_the_root_or_a_node_and_makes_no_organis
 # Expiry and renewal.
 
 
-def test_expiry_is_logged_and_refused(network_dir, org_dir: Path, tmp_path, caplog):
+def test_expiry_is_logged_and_refused(network_dir, org_dir, tmp_path, caplog):
     node = join(network_dir, tmp_path / "n", "n", valid_days=20)
     assert not caplog.records  # short-lived, and new
     node.warn_of_expiry(time.time() + 14 * 86400)
@@ -232,7 +232,7 @@ def test_a_renewed_certificate_is_taken_up_without_a_restart(network_dir, make_i
     assert node.expires_at == pytest.approx(time.time() + 99 * 86400, abs=60)
 
 
-def test_an_organisation_is_renewed(network_dir, org_dir: Path):
+def test_an_organisation_is_renewed(network_dir, org_dir):
     before = read_issuer(org_dir)
     assert renew_organisation(network_dir, org_dir, valid_days=9) == before.peer_id
     after = read_issuer(org_dir)

@@ -94,7 +94,7 @@ def test_what_a_crl_may_not_say(network_dir):
             parse_crl(invalid.sign(root.key, None).public_bytes(PEM), read_root(network_dir))
 
 
-def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir, org_dir: Path):
+def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir, org_dir):
     org, roots = read_issuer(org_dir), read_root(network_dir)
     serials = [(1 << 158) + i for i in range(MAX_REVOKED + 1)]
     largest = sign_crl(org, serials[:-1], (1 << 63) - 1)
@@ -109,7 +109,7 @@ def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir, org_dir: 
         parse_crl(short, roots)
 
 
-def test_an_organisation_revokes_its_own_and_no_other(network_dir, org_dir: Path, tmp_path, make_identity):
+def test_an_organisation_revokes_its_own_and_no_other(network_dir, org_dir, tmp_path, make_identity):
     item, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
     for peer_id in (node.peer_id, item.peer_id, read_issuer(network_dir).peer_id):
         revoke(org_dir, peer_id, item.node_dir)
@@ -120,14 +120,14 @@ def test_an_organisation_revokes_its_own_and_no_other(network_dir, org_dir: Path
     assert is_revoked(item, renewed) and item.refusal(replace(renewed.as_peer, org="")) is None
 
 
-def test_revoking_an_organisation_revokes_its_nodes(network_dir, org_dir: Path, tmp_path, make_identity):
+def test_revoking_an_organisation_revokes_its_nodes(network_dir, org_dir, tmp_path, make_identity):
     item, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
     assert not is_revoked(item, node)
     revoke(network_dir, node.org, item.node_dir)
     assert "organisation" in str(item.refusal(node.as_peer))
 
 
-def test_a_fourth_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network_dir, org_dir: Path):
+def test_a_fourth_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network_dir, org_dir):
     now, org, root = 1000.0, read_issuer(org_dir), read_issuer(network_dir)
     registered = Revocations(org_dir, read_root(network_dir), lambda: now)
     for number in (1, 2, 3):

@@ -40,7 +40,7 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\nabc=\n-----END RSA PRI
         ('api_key = "a8F3kd92LLq0Zx7Yp1"', 'api_key = "<key>"'),
     ],
 )
-def test_masks(text: str, expected: str):
+def test_masks(text, expected):
     assert stage_texts(Pii(), ["no data here", text]) == ["no data here", expected]
 
 
@@ -59,12 +59,12 @@ def test_masks(text: str, expected: str):
         'sk-learn-is-a-library-for-machine, desk-top, secret = "aaaaaaaaaaaaaaaaaaaa", token: "your_token_goes_here"',
     ],
 )
-def test_leaves(text: str):
+def test_leaves(text):
     assert stage_texts(Pii(), [text]) == [text]
 
 
 @pytest.mark.parametrize("label", ["0", "1"])
-def test_what_looks_like_personal_data_and_what_is(label: str):
+def test_what_looks_like_personal_data_and_what_is(label):
     """`pii_texts.tsv`: whether anything is masked, what it is or looks like, and the text. All are ours."""
     lines = (Path(__file__).parent / "pii_texts.tsv").read_text("utf-8").splitlines()
     texts = [text for expected, _, text in (line.split("\t") for line in lines) if expected == label]

@@ -14,7 +14,7 @@ def lists(tmp_path) -> Path:
     return tmp_path
 
 
-def test_words_stand_apart(lists: Path):
+def test_words_stand_apart(lists):
     texts = [
         "DARN it",
         "darned",
@@ -34,14 +34,14 @@ def test_words_stand_apart(lists: Path):
     assert stage_texts(Toxic(str(lists)), texts) == texts
 
 
-def test_annotation_scores_and_drops_nothing(lists: Path):
+def test_annotation_scores_and_drops_nothing(lists):
     for stage in (Toxic(), Toxic(str(lists))):
         result = stage.annotation().apply(to_batch(["fuck " * 20, "A walk by the river."]))
         assert result.drop.tolist() == [-1, -1]
     assert Toxic().annotation().apply(to_batch(["fuck " * 20, "A walk."])).batch["toxic_score"].to_pylist()[0] > 1
 
 
-def test_languages_choose_the_list(lists: Path):
+def test_languages_choose_the_list(lists):
     texts, languages = ["说坏话的人", "darn", "坏话", "darn", "गधा", "गधाा"], ["zh", "zh", "en", "xx", "hi", "hi"]
     verdict = Toxic(str(lists)).apply(to_batch(texts, languages))
     assert verdict.drop.tolist() == [0, -1, -1, -1, 0, -1]

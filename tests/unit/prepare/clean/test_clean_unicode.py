@@ -28,7 +28,7 @@ from support.batches import stage_texts, to_batch
         ("", ""),
     ],
 )
-def test_repairs(dirty: str, expected: str):
+def test_repairs(dirty, expected):
     assert stage_texts(Unicode(), [dirty, "between", dirty]) == [expected, "between", expected]
 
 
@@ -44,7 +44,7 @@ def test_repairs(dirty: str, expected: str):
         "O refrain, refrain!\nO refrain, refrain!\nO refrain, refrain!",
     ],
 )
-def test_what_a_text_means_stays(text: str):
+def test_what_a_text_means_stays(text):
     assert stage_texts(Unicode(), [text]) == [text]
 
 

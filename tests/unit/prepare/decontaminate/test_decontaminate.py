@@ -23,7 +23,7 @@ AFTER_A_SELECTION = {"read": {"columns": {"n": "number"}}, "select": {"column": 
 
 
 @pytest.mark.parametrize("method, before", [("overlap", {}), ("ngram", {}), ("ngram", AFTER_A_SELECTION)])
-def test_planted_documents_are_found_and_no_other(tmp_path, method: str, before: dict):
+def test_planted_documents_are_found_and_no_other(tmp_path, method, before):
     chance = random.Random(7)
     pool = [" ".join(chance.choices(WORDS, k=30)) for _ in range(600)]
     instances = [{"id": f"i{i}", "question": pool[2 * i], "answer": pool[2 * i + 1]} for i in range(60)]
@@ -86,11 +86,11 @@ TEXT = st.lists(st.sampled_from(["a", "b", "c", "d", "東京", "É", "x\u200b", 
 )  # fmt: skip
 def test_decisions_are_those_of_the_definition(
     tmp_path_factory,
-    records: list[list[str]],
-    texts: list[str],
-    ngram: int,
-    min_ratio: float,
-    start: int,
+    records,
+    texts,
+    ngram,
+    min_ratio,
+    start,
 ):
     path = tmp_path_factory.mktemp("sets") / "set.jsonl"
     rows = [{f"f{i}": field for i, field in enumerate(fields) if field} for fields in records]
@@ -128,7 +128,7 @@ def test_fields_are_chosen_and_lists_count(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"question": 5}\n', b'{"question": "\xff"}\n', b""])
-def test_a_damaged_set_is_an_error(tmp_path, data: bytes):
+def test_a_damaged_set_is_an_error(tmp_path, data):
     (tmp_path / "set.jsonl").write_bytes(data)
     with pytest.raises(PrepareError, match=r"set\.jsonl"):
         Decontaminate(sets=(str(tmp_path / "set.jsonl"),)).files()

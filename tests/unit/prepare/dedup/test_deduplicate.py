@@ -39,7 +39,7 @@ def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), keep=st.sampled_from(["first", "longest"]), cut=st.integers(0, 60))
-def test_clusters_and_who_stays(fresh: Callable[[], Bench], seed: int, keep: str, cut: int):
+def test_clusters_and_who_stays(fresh: Callable[[], Bench], seed, keep, cut):
     rng = np.random.default_rng(seed)
     texts = [" ".join(rng.choice(["x", "y", "z"], rng.integers(0, 9))) + " " * int(rng.integers(3)) for _ in range(60)]
     config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, normalise="space")
@@ -93,7 +93,7 @@ def reference_cut(texts: list[str], drop: list[int], min_value: int) -> list[str
     cut=st.integers(0, 12),
     exact=st.booleans(),
 )
-def test_lines_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int, exact: bool):
+def test_lines_are_cut(fresh: Callable[[], Bench], texts, cut, exact):
     bench = fresh()
     config = Dedup(exact=exact, lines=True, min_characters=2)
     pieces = [texts[:cut], texts[cut:]]

@@ -19,7 +19,7 @@ def share_that_meets(texts: Any, config: Dedup) -> float:
 
 
 @pytest.mark.parametrize("bands, rows", [(14, 8), (16, 7)])
-def test_the_curve_is_that_of_theory(bands: int, rows: int):
+def test_the_curve_is_that_of_theory(bands, rows):
     n = 1000
     for seed, expected in enumerate((0.5, 0.8, 0.9)):
         texts, jaccard = similar_pairs(np.random.default_rng(seed), np.full(n, expected), 108)
@@ -31,7 +31,7 @@ def test_the_curve_is_that_of_theory(bands: int, rows: int):
 
 
 @pytest.mark.parametrize("count", ["100", "1000"])
-def test_articles_with_known_pairs(bench: Bench, count: str):
+def test_articles_with_known_pairs(bench: Bench, count):
     folder = shared_data("neardup")
     lines = [line.split(" ", 1) for line in (folder / f"articles_{count}.train").read_text().splitlines()]
     truth = [line.split() for line in (folder / f"articles_{count}.truth").read_text().splitlines()]

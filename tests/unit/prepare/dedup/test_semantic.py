@@ -46,7 +46,7 @@ def gap_near(values: NDArray[np.float32], similarity: float) -> float:
 
 
 @pytest.mark.parametrize("keep", ["first", "best"])
-def test_decisions_are_those_of_the_definition(bench: Bench, keep: str, monkeypatch):
+def test_decisions_are_those_of_the_definition(bench: Bench, keep, monkeypatch):
     monkeypatch.setattr("forebay.prepare.dedup.deduplicate.MAX_CLUSTERS", 1)
     rng = np.random.default_rng(1)
     values = vectors(rng, 300)

@@ -55,7 +55,7 @@ def without_spans(texts: list[str], span: int, min_characters: int) -> list[str]
 
 
 @given(texts=st.lists(DOCUMENT, max_size=8), cut=st.integers(0, 8))
-def test_spans_of_sentences_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int):
+def test_spans_of_sentences_are_cut(fresh: Callable[[], Bench], texts, cut):
     config = Dedup(sentences=True, min_characters=8)
     expected = without_spans(texts, 3, 8)
     assert fresh().remaining([texts[:cut], texts[cut:]], config, 1 << 16) == expected
@@ -82,9 +82,7 @@ def without_runs(texts: list[list[str]], min_words: int) -> list[list[str]]:
     copies=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 39), st.integers(0, 40)), max_size=6),
     min_words=st.integers(4, 9), cut=st.integers(0, 8),
 )  # fmt: skip
-def test_repeated_runs_of_words_are_cut(
-    fresh: Callable[[], Bench], texts: list[list[str]], copies: list[tuple[int, int, int]], min_words: int, cut: int
-):
+def test_repeated_runs_of_words_are_cut(fresh: Callable[[], Bench], texts, copies, min_words, cut):
     for k, (source, start, size) in enumerate(copies):
         if texts:
             words = texts[k % len(texts)]
@@ -125,7 +123,7 @@ PARAGRAPH = st.lists(
 
 
 @given(texts=st.lists(st.lists(PARAGRAPH, min_size=1, max_size=4).map("\n".join), max_size=9), cut=st.integers(0, 9))
-def test_paragraphs_whose_ngrams_were_seen_are_cut(fresh: Callable[[], Bench], texts: list[str], cut: int):
+def test_paragraphs_whose_ngrams_were_seen_are_cut(fresh: Callable[[], Bench], texts, cut):
     config = Dedup(overlap=True)
     bench = fresh()
     expected = without_overlap(texts, 13, 0.8)
@@ -194,7 +192,7 @@ def test_documents_of_which_most_is_cut_are_dropped(bench: Bench):
         ("", ""),
     ],
 )
-def test_addresses(url: str, expected: str):
+def test_addresses(url, expected):
     assert normalise_url(url) == expected
 
 

@@ -21,7 +21,7 @@ PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-
 
 
 @pytest.mark.parametrize("html", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_pages_give_text_of_their_own(html: str):
+def test_hostile_pages_give_text_of_their_own(html):
     """A tenth of each; slow/prepare/extract measures that the time is linear."""
     html = html[: len(html) // 10]
     text = extract_html(html)
@@ -36,7 +36,7 @@ alttext='x&lt;y'> <script> </script> <select> <h1> </h2> <!-- --> <noscript> <x-
 
 
 @given(st.lists(st.sampled_from(PIECES.split()) | st.text(max_size=8), max_size=60))
-def test_any_page_gives_text_of_its_own(parts: list[str]):
+def test_any_page_gives_text_of_its_own(parts):
     html = " ".join(parts)
     text = extract_html(html)
     assert text == extract_html(html)
@@ -55,7 +55,7 @@ def test_any_page_gives_text_of_its_own(parts: list[str]):
         ("<ol>" * 400 + "x<br>" * 2000, "lists nested 400 deep"),
     ],
 )
-def test_pages_for_which_resiliparse_is_not_linear_are_refused(html: str, message: str):
+def test_pages_for_which_resiliparse_is_not_linear_are_refused(html, message):
     with pytest.raises(HtmlError, match=message):
         extract_html(html, extractor="resiliparse")
     with pytest.raises(HtmlError, match=message):
@@ -160,7 +160,7 @@ def test_markdown_marks_the_structure():
         ),
     ],
 )
-def test_text_is_read_as_a_browser_reads_it(html: str, text: str):
+def test_text_is_read_as_a_browser_reads_it(html, text):
     words = model.load_model()
     page = scan.scan_page(f"<html><body>{html}</body></html>".encode(), words.class_words, words.text_words)
     assert layout.page_text(page, np.ones(len(page.blocks), np.bool_), False) == text
@@ -178,7 +178,7 @@ def test_quality_on_real_articles():
 
 
 @pytest.mark.parametrize("name", ["trafilatura", "resiliparse"])
-def test_other_extractors(name: str):
+def test_other_extractors(name):
     pytest.importorskip(name)
     text = extract_html(STRUCTURED, extractor=name)
     assert "A river is a natural stream of water." in text and "Home" not in text

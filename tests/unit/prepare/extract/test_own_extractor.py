@@ -26,7 +26,7 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, min_words: int, *opti
 
 
 @pytest.mark.parametrize("min_words, text", [(20, BODY.strip()), (1000, "Shown.")])
-def test_a_recipe_names_it_and_passes_settings(min_words: int, text: str, tmp_path, monkeypatch):
+def test_a_recipe_names_it_and_passes_settings(min_words, text, tmp_path, monkeypatch):
     assert prepare(tmp_path, monkeypatch, min_words, "--allow-code") == 0
     (path,) = (tmp_path / "out/text").glob("*.parquet")
     assert pq.read_table(path)["text"].to_pylist() == [text]

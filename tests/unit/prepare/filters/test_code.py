@@ -39,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("text, expected", CASES)
-def test_rules(text: str, expected: str):
+def test_rules(text, expected):
     assert reason(text) == expected
 
 

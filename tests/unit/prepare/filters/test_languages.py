@@ -19,7 +19,7 @@ from support.words import split_words
         "ประ เทศ ไทย",
     ],
 )
-def test_unspaced_words(cut: str):
+def test_unspaced_words(cut):
     assert split_words(cut.replace(" ", "")) == cut.split()
 
 
@@ -68,7 +68,7 @@ def test_settings_by_language_in_a_recipe(tmp_path):
         ("language = 2", "language"),
     ],
 )
-def test_wrong_tables(table: str, message: str, tmp_path):
+def test_wrong_tables(table, message, tmp_path):
     (tmp_path / "mine.toml").write_text(f"[gopher_quality.language.de]\n{table}\n")
     with pytest.raises(UsageError, match=message):
         load_recipe(None, tmp_path / "mine.toml")

@@ -72,7 +72,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line, expected", LINES)
-def test_rules(line: str, expected: str):
+def test_rules(line, expected):
     assert rule(line) == expected
 
 
@@ -86,7 +86,7 @@ def test_rules(line: str, expected: str):
         (PLAIN + " cheap", {"stop_word_lines": 11}),
     ],
 )
-def test_rules_can_be_off(line: str, fields: dict):
+def test_rules_can_be_off(line, fields):
     assert rule(line) != "" and rule(line, **fields) == ""
 
 

@@ -45,7 +45,7 @@ QUALITY = [
 
 
 @pytest.mark.parametrize("text, expected", QUALITY)
-def test_gopher_quality(text: str, expected: str):
+def test_gopher_quality(text, expected):
     assert reason(GopherQuality(), text) == expected
 
 
@@ -66,14 +66,14 @@ def unique(n: int) -> list[str]:
 @pytest.mark.parametrize(
     "gap, unit", [("\n\n", "paragraphs"), ("\n\n\n", "paragraphs"), ("\n", "lines"), ("\n\n", "lines")]
 )
-def test_duplicate_parts(gap: str, unit: str):
+def test_duplicate_parts(gap, unit):
     stage = only(**{f"max_duplicate_{unit}": 0.30})
     assert reason(stage, gap.join([*unique(7), "part0", "part1", "part2"])) == ""
     assert reason(stage, gap.join([*unique(6), "part0", "part1", "part2", "part3"])) == f"gopher_duplicate_{unit}"
 
 
 @pytest.mark.parametrize("unit", ["paragraph", "line"])
-def test_duplicate_chars(unit: str):
+def test_duplicate_chars(unit):
     gap = "\n\n" if unit == "paragraph" else "\n"
     stage = only(**{f"max_duplicate_{unit}_chars": 0.20})
     text = gap.join(["a" * 20, "a" * 20, "b" * (60 - 2 * len(gap))])
@@ -83,7 +83,7 @@ def test_duplicate_chars(unit: str):
 
 
 @pytest.mark.parametrize("n, share", GopherRepetition().top_ngrams)
-def test_top_ngrams(n: int, share: float):
+def test_top_ngrams(n, share):
     """Two occurrences of n words cover `share` of 100 or 200 characters."""
     length = {2: 10, 3: 18, 4: 16}[n]  # each; of 100, 200, 200 characters
     total = round(2 * length / share)
@@ -98,7 +98,7 @@ def test_top_ngrams(n: int, share: float):
 
 
 @pytest.mark.parametrize("n, share", GopherRepetition().duplicate_ngrams)
-def test_duplicate_ngrams(n: int, share: float):
+def test_duplicate_ngrams(n, share):
     chars = round(100 * share)
     words = ["c" + "d" * (chars - n), *"efghijklmn"[: n - 1]]
     phrase = " ".join(words)
@@ -132,7 +132,7 @@ FINEWEB = [
 
 
 @pytest.mark.parametrize("text, expected", FINEWEB)
-def test_fineweb(text: str, expected: str):
+def test_fineweb(text, expected):
     if "one" in text:
         assert reason(FineWeb(max_short_lines=INF), text) == expected
     else:
@@ -157,7 +157,7 @@ C4_LINES = [
 
 
 @pytest.mark.parametrize("text, expected", C4_LINES)
-def test_c4_lines(text: str, expected: str):
+def test_c4_lines(text, expected):
     assert reason(C4(), text) == ""
     assert stage_texts(C4(), [text]) == [expected]
 
@@ -197,5 +197,5 @@ def test_c4_rules_can_be_off():
         ({}, "", "few_chars"),
     ],
 )
-def test_length(fields: dict[str, float], text: str, expected: str):
+def test_length(fields, text, expected):
     assert reason(Length(**fields), text) == expected

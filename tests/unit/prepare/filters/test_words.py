@@ -32,7 +32,7 @@ from support.words import split_words
         "naïve テキスト 。 שלום ، 🎉 🎉",
     ],
 )
-def test_words_are_cut_as_written(cut: str):
+def test_words_are_cut_as_written(cut):
     """The examples have a space where spaCy cuts; glued together where it would cut anyway."""
     assert split_words(cut) == cut.split()
 
@@ -50,13 +50,13 @@ def test_words_are_cut_as_written(cut: str):
         ("end....", "end ...."),
     ],
 )
-def test_glued_words_are_cut(glued: str, cut: str):
+def test_glued_words_are_cut(glued, cut):
     assert split_words(glued) == cut.split()
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=200))
-def test_words_hold_all_but_white_space(text: str):
+def test_words_hold_all_but_white_space(text):
     assert "".join(split_words(text)) == "".join(text.split())
 
 

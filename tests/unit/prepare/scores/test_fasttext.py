@@ -20,7 +20,7 @@ MODELS = sorted(EXPECTED["scores"])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_the_library_whatever_texts_are_beside(name: str):
+def test_scores_are_those_of_the_library_whatever_texts_are_beside(name):
     model = load_model(str(GOLDEN / name))
     scores = model.probabilities(pa.array(TEXTS, pa.large_string()))
     for text, row, expected in zip(TEXTS, scores, EXPECTED["scores"][name], strict=True):

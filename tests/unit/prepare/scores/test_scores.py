@@ -72,7 +72,7 @@ def run(source: Path, out: str, tables: dict, **options: Any) -> list[dict]:
     return texts(source.parent / out)
 
 
-def test_selection_by_input_columns(source: Path):
+def test_selection_by_input_columns(source):
     rows = run(
         source, "o", {"select": [{"column": "licence", "one_of": ["mit", "cc0"]}, {"column": "quality", "min": 50}]}
     )
@@ -88,7 +88,7 @@ def test_selection_by_input_columns(source: Path):
         run(source, "s", {"select": {"column": "other", "min": 1}})
 
 
-def test_scores_ensemble_buckets_and_subsets(source: Path):
+def test_scores_ensemble_buckets_and_subsets(source):
     model = {"use": "fasttext", "model": str(GOLDEN / "0.bin")}
     tables = {
         "score": {
@@ -119,7 +119,7 @@ def test_scores_ensemble_buckets_and_subsets(source: Path):
         prepare_scored(source, "d", tables, to="dataset")
 
 
-def test_shares_of_a_column_over_several_files(source: Path):
+def test_shares_of_a_column_over_several_files(source):
     folder = divided(source, 7, "{damaged\n")
     for share, expected in (({"top_share": 0.15}, range(170, 200)), ({"keep_percentile": [10, 95]}, range(20, 190))):
         tables = {"select": {"column": "quality", **share}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
@@ -136,7 +136,7 @@ def test_shares_of_a_column_over_several_files(source: Path):
     st.lists(st.floats(0, 100), min_size=1, max_size=4),
     st.integers(1, 4),
 )
-def test_percentiles_are_exact(values: list[float], percentiles: list[float], parts: int):
+def test_percentiles_are_exact(values, percentiles, parts):
     def count(function, tasks):
         return [function(task, 0) for task in tasks]
 
@@ -158,7 +158,7 @@ def test_percentiles_are_exact(values: list[float], percentiles: list[float], pa
             assert threshold == ordered[int(Fraction(str(percentile)) * len(ordered) / 100)]
 
 
-def test_documents_are_repeated_by_their_bucket(source: Path):
+def test_documents_are_repeated_by_their_bucket(source):
     tables = {
         "score": {"bucket": {"use": "bucket", "column": "quality", "thresholds": [50, 100, 150]}},
         "repeat": {"column": "bucket", "factors": [0, 0.5, 1, 2.5]},
@@ -177,7 +177,7 @@ def test_documents_are_repeated_by_their_bucket(source: Path):
     assert sorted(ids) == sorted(row["id"] for row in rows)
 
 
-def test_annotated_text_is_not_scored_again(source: Path, tmp_path):
+def test_annotated_text_is_not_scored_again(source, tmp_path):
     model = tmp_path / "good.bin"
     model.write_bytes((GOLDEN / "0.bin").read_bytes())
     tables = {
@@ -243,7 +243,7 @@ class Shout(Scorer):
 """
 
 
-def test_a_scorer_of_ones_own(source: Path, tmp_path, monkeypatch):
+def test_a_scorer_of_ones_own(source, tmp_path, monkeypatch):
     (tmp_path / "own_scorer.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     source.write_text('{"text": "LOUD"}\n{"text": "quiet"}\n{"text": "Half"}\n')

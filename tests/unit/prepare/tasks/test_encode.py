@@ -24,7 +24,7 @@ def read_objects(folder: Path, part: EncodedPart) -> dict[str, bytes]:
 
 
 @given(st.lists(st.text(max_size=30), max_size=60), st.integers(1, 40), st.booleans(), st.integers(0, 3))
-def test_bytes_do_not_depend_on_batches(tmp_path_factory, texts: list[str], rows: int, shuffled: bool, scale: int):
+def test_bytes_do_not_depend_on_batches(tmp_path_factory, texts, rows, shuffled, scale):
     """Nor on the stretches in which long documents are encoded."""
     texts = [text.encode("utf-8", "ignore").decode() for text in texts]
     actual, stretches = [], [(encoding, "LONG_CHARS", 10), (coders, "LONG_CHARS", 10), (coders, "_SLACK_CHARS", 2)]

@@ -40,9 +40,7 @@ def shuffled(folder: Path, parts: list[EncodedPart], *bucket: int, scale: int = 
     st.lists(st.lists(st.text("abü", min_size=1, max_size=8), max_size=12), min_size=1, max_size=9),
     st.integers(200, 5000), st.integers(0, 3), st.integers(0, 1), st.integers(2, 5),
 )  # fmt: skip
-def test_equals_sorting_in_memory(
-    tmp_path_factory, groups: list[list[str]], bucket: int, seed: int, scale: int, fan_in: int
-):
+def test_equals_sorting_in_memory(tmp_path_factory, groups, bucket, seed, scale, fan_in):
     """In as many levels as the parts need."""
     folder = tmp_path_factory.mktemp("s")
     parts = encode_parts(folder, groups, seed)

@@ -60,7 +60,7 @@ def written(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int],
     st.integers(4096, 9000),
     st.sampled_from([6000, 1 << 33]),
 )
-def test_the_slices_are_the_stream(tmp_path_factory, groups: list[list[int]], slice_bytes: int, planned_tokens: int):
+def test_the_slices_are_the_stream(tmp_path_factory, groups, slice_bytes, planned_tokens):
     """Nothing but the last slice of each planned group differs from one plan of all."""
     folder = tmp_path_factory.mktemp("s")
     parts = write_parts(folder, groups)

@@ -97,7 +97,7 @@ def test_templates_that_cannot_be_masked_or_refuse():
         ("a.jinja", "x" * (1 << 21), "got 2097152 bytes"),
     ],
 )
-def test_wrong_files(name: str, data: str | None, message: str, tmp_path):
+def test_wrong_files(name, data, message, tmp_path):
     if data is not None:
         (tmp_path / name).write_text(data)
     with pytest.raises(UsageError, match=message):

@@ -80,7 +80,7 @@ def test_too_long_is_cut_or_dropped_and_counted(tmp_path):
         st.lists(st.tuples(st.booleans(), st.text("xyz", min_size=1, max_size=6)), max_size=4), min_size=1, max_size=80
     )
 )
-def test_packing_loses_nothing(tmp_path_factory, conversations: list[list[tuple[bool, str]]]):
+def test_packing_loses_nothing(tmp_path_factory, conversations):
     texts = ["".join((L if learnt else G) + words for learnt, words in turns) for turns in conversations]
     texts.append(f"{L}end")
     folder = tmp_path_factory.mktemp("r")

@@ -32,7 +32,7 @@ def encode(path: Path, folder: Path, texts: list[str], **fields: object) -> tupl
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 1.0]))
-def test_parts_make_the_document(tokenizer: Path, tmp_path_factory, texts: list[str], spm_rate: float):
+def test_parts_make_the_document(tokenizer, tmp_path_factory, texts, spm_rate):
     documents, counts = encode(tokenizer, tmp_path_factory.mktemp("x"), texts, rate=1, spm_rate=spm_rate)
     model = Tokenizer.from_file(str(tokenizer))
     prefix, suffix, middle = NAMES
@@ -56,7 +56,7 @@ def test_choices_follow_the_rates():
     assert cuts[0] == cuts[1] and 0 < cuts[0].count(None) < 100
 
 
-def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path):
+def test_a_share_of_a_dataset_is_cut(tokenizer, tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"def function_{i}(argument):\n    return argument + {i}\n")
     files = sorted(tmp_path.glob("*.txt"))
@@ -70,7 +70,7 @@ def test_a_share_of_a_dataset_is_cut(tokenizer: Path, tmp_path):
     assert results[1].tokens < results[0].tokens
 
 
-def test_tokens_that_are_missing(tokenizer: Path, tmp_path):
+def test_tokens_that_are_missing(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     for name, spec in (("bytes", "bytes"), ("other", str(tokenizer))):
         table = {"tokenize": {"tokenizer": spec}, "fim": {"prefix": "<none>"}}

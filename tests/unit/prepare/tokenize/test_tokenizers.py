@@ -6,7 +6,6 @@ import random
 import re
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -66,7 +65,7 @@ NAMES = ["gpt2", "llama-test-tokenizer.json"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fast_ids_are_the_references(name: str):
+def test_fast_ids_are_the_references(name):
     pytest.importorskip("gigatoken")
     result, reference = loaded(name)
     fast = fast_encoder(result.data, reference)
@@ -125,7 +124,7 @@ LONG = "".join(CHOOSE(WORDS.split()) + CHOOSE(SPACES) for _ in range(800))
         ("wordpiece", pre_tokenizers.BertPreTokenizer()),
     ],
 )
-def test_long_texts_are_cut_where_nothing_changes(model: str, before: Any):
+def test_long_texts_are_cut_where_nothing_changes(model, before):
     make, trainer = MODELS[model]
     tokenizer = HubTokenizer(make())
     tokenizer.pre_tokenizer = before
