@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, ove
 
 from forebay.closing import Closing
 from forebay.errors import UsageError, package_for
-from forebay.load import mfu
 from forebay.load.batch import NumpyRows, NumpyTokens, RowBatch, Style, TokenBatch
 from forebay.load.prefetch import Prefetcher
 from forebay.load.stats import Bottleneck, Callback, Callbacks, Spent, WaitTimes, find_bottleneck
@@ -222,6 +221,8 @@ class RunningSource(Closing, BatchSource[BatchT]):
         Raises:
             UsageError: If a number is not above 0, or the device is not known.
         """
+        from forebay.load import mfu  # A loader that measures nothing does not need it.
+
         peak = mfu.peak_flops(peak_flops) if isinstance(peak_flops, str) else peak_flops
         if not min(flops, peak) > 0:
             raise UsageError(f"measure_mfu: expected flops and peak_flops above 0, got {flops!r} and {peak!r}.")

@@ -26,7 +26,7 @@ RECIPES = {
 }
 LOADERS = {
     "plugins.py": {"import_module", "load"},  # the gate
-    "worker/trainer.py": {"exec_module", "spec_from_file_location"},  # --trainer of the worker's own command line
+    "worker/training.py": {"exec_module", "spec_from_file_location"},  # --trainer of the worker's own command line
     "__init__.py": {"import_module"}, "prepare/__init__.py": {"import_module"}, "worker/__init__.py": {"import_module"},
     "prepare/extract/extractors.py": {"import_module"}, "__main__.py": {"exec"}, "prepare/results.py": {"eval"},
 }  # fmt: skip

@@ -63,7 +63,7 @@ def test_unknown_files_are_passed_over_unless_named(tmp_path):
     with pytest.raises(PrepareError, match=r"image\.png: expected one of"):
         find_inputs([tmp_path / "image.png"], ReadOptions())
     assert find_inputs([tmp_path / "image.png"], ReadOptions(format="text")).files[0].format == "text"
-    with pytest.raises(UsageError, match="among auto"):
+    with pytest.raises(UsageError, match="one of auto"):
         find_inputs(tmp_path, ReadOptions(format="docx"))
     with pytest.raises(PrepareError, match="does not exist"):
         find_inputs([tmp_path / "nothing"], ReadOptions())

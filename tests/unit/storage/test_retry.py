@@ -34,6 +34,7 @@ class Looks:
 @pytest.fixture
 def looks(monkeypatch) -> Iterator[Looks]:
     looks = Looks()
+    until(lambda: not retry._waits.is_watched)  # Its thread would move this clock, too.
     monkeypatch.setattr(retry, "_waits", waits := retry._Waits())
     monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: looks.now, sleep=looks.sleep))
     monkeypatch.setattr(retry, "threading", SimpleNamespace(Thread=looks.thread, get_ident=threading.get_ident))
