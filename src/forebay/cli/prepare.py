@@ -32,11 +32,7 @@ def _prepare(args: Namespace) -> None:
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.run import plan
 
-    options = {
-        "sample": args.sample, "tokenize": {"tokenizer": args.tokenizer},
-        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
-    }  # fmt: skip
-    recipe = _recipe(args, options)
+    recipe = _recipe(args)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
         print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
@@ -91,18 +87,21 @@ def _warm(args: Namespace) -> None:
     from forebay.machine import num_cores
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.compiled import kernel_directory
-    from forebay.prepare.config import load_recipe
+    from forebay.prepare.config import load_recipe, recipe_names, stage_group
     from forebay.prepare.dedup.methods import KINDS
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.forecast import Progress
     from forebay.prepare.kernels import compile_groups, missing_groups
     from forebay.prepare.recipe import STAGES
 
-    recipe = _recipe(args)
-    if not (recipe.stages or recipe.dedup.active):
-        stages = sorted(STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"})  # need settings
-        recipe = load_recipe(settings={**{name: {} for name in stages}, "dedup": dict.fromkeys(KINDS, True)})
-    groups = missing_groups(recipe, ["html"])
+    names = args.names or STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"}  # need settings
+    recipes = [load_recipe(None, Path(name)) for name in names if name.endswith(".toml")]
+    recipes += [load_recipe(name) for name in args.names if name in recipe_names()]
+    rest = {name for name in names if not name.endswith(".toml")} - ({*recipe_names()} if args.names else set())
+    filters: dict[str, Any] = {stage: {} for name in sorted(rest) for stage in stage_group(name)}
+    dedup = {} if args.names else {"dedup": dict.fromkeys(KINDS, True)}
+    recipes.append(load_recipe(settings={**filters, **dedup}))
+    groups = list({group.name: group for recipe in recipes for group in missing_groups(recipe, ["html"])}.values())
     seconds: list[float] = []
     with PrepareBar(enabled=not args.quiet) as bar:
 
@@ -110,7 +109,7 @@ def _warm(args: Namespace) -> None:
             seconds.append(cpu_s)
             bar.update(Progress("kernels", len(seconds), len(groups), "group"))
 
-        compile_groups(prepare_dataset, groups, args.workers or num_cores(), add, print_note)
+        compile_groups(prepare_dataset, groups, num_cores(), add, print_note)
     directory = kernel_directory()
     number = sum(1 for _ in Path(directory).rglob("*.nbc"))
     result = {"kernels": number, "groups": len(groups), "cpu_s": round(sum(seconds), 1), "path": directory}
@@ -126,11 +125,15 @@ def _set_up_processes() -> None:
         multiprocessing.set_start_method("fork")
 
 
-def _recipe(args: Namespace, options: dict[str, Any] | None = None) -> Recipe:
+def _recipe(args: Namespace) -> Recipe:
     """The shipped recipe, changed by the file, then by single settings, then by options."""
     from forebay.prepare.config import check_method, load_recipe, merge, stage_group
 
-    settings = merge(parse_settings(args.set), _without_none(options or {}))
+    options = {
+        "sample": args.sample, "tokenize": {"tokenizer": args.tokenizer},
+        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
+    }  # fmt: skip
+    settings = merge(parse_settings(args.set), _without_none(options))
     for name in _names(args.filter):
         for stage in stage_group(name):
             settings = merge(settings, {stage: {}})
@@ -204,22 +207,17 @@ def _dedup() -> list[str]:
     return [*KINDS, *plugins("forebay.dedup")]
 
 
-def _add_recipe(p: Any) -> None:
-    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME", values=_recipes)
-    p.add("--config", "TOML file with your settings (default: none)", file)
-    add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
-    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES", values=_filters)
-    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS", values=_dedup)
-    p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
-
-
 def add_verbs(verb: Any, group: Any) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset; run it again to resume")
     p.epilog = "example: forebay prepare crawl/ --out web --tokenizer gpt2 --recipe fineweb"
     p.add("inputs", "paths, URLs, commoncrawl:CRAWL, X.api.toml (default: the recipe's)", "INPUT", nargs="*")
     p.add("--out", "the dataset to write: a directory, or s3://, r2://, gs://, az:// (required)", "DIR")
     p.add("--tokenizer", "tokenizer.json, hub name, bytes or train:VOCAB (required)", "T")
-    _add_recipe(p)
+    p.add("--recipe", "fineweb, dclm, dolma …; --explain lists them (default: none)", "NAME", values=_recipes)
+    p.add("--config", "TOML file with your settings (default: none)", file)
+    add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
+    p.add("--filter", "filters: gopher,c4,fineweb,language,… (default: the recipe's)", "NAMES", values=_filters)
+    p.add("--dedup", "exact,url,minhash,lines,sentences,substring,… (default: the recipe's)", "KINDS", values=_dedup)
     p.add("--slice-bytes", "size of a slice (default: the recipe's, or 64MiB)", size)
     p.add("--seed", "of the shuffle and of train: (default: the recipe's, or 0)", int, metavar="N")
     p.add("--workers", "processes (default: one per core)", positive)
@@ -232,6 +230,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--extend", "keep the slices of this dataset and add to them (default: none)", "DIR")
     p.add_flag("--strict", "stop if an input is left out or cannot be read")
     p.add_flag("--follow-links", "follow links in input folders to other places")
+    p.add_flag("--allow-code", "allow the recipe to run code: what its `use` names")
     p.add("--to", "text: parquet … litdata; tokens: megatron; lm: a perplexity model", _OUTPUTS)
     p.add_flag("--annotate", "write the text with its scores and drop nothing")
     p.add(
@@ -244,6 +243,5 @@ def add_verbs(verb: Any, group: Any) -> None:
     )
 
     p = verb("warm", _warm, "compile the kernels of filters now, for an image or before a first run")
-    p.epilog = "example: forebay warm --recipe fineweb"
-    _add_recipe(p)
-    p.add("--workers", "processes (default: one per core)", positive)
+    p.epilog = "example: forebay warm fineweb"
+    p.add("names", "recipes, TOML files and filters (default: all)", "NAME", nargs="*", values=_recipes)

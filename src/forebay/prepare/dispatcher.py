@@ -114,10 +114,10 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         flags = compiler.Flags()
         self.targetdescr.options.parse_as_flags(flags, self.targetoptions)
         flags.no_cpython_wrapper, flags.no_cfunc_wrapper = library is _Part, True
-        made = library(self.targetctx.codegen(), self.py_func.__qualname__)
-        made.enable_object_caching()
+        code = library(self.targetctx.codegen(), self.py_func.__qualname__)
+        code.enable_object_caching()
         contexts = _Typing(self.typingctx), self.targetctx
-        return compiler.compile_extra(*contexts, self.py_func, args, None, flags, {}, made, _Compiler)
+        return compiler.compile_extra(*contexts, self.py_func, args, None, flags, {}, code, _Compiler)
 
     def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
         """Without importing the packages that extend numba.
@@ -136,7 +136,7 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
 class _Typing(Context):  # type: ignore[misc]
     """numba's context, which looks up each operator once for the types of its operands."""
 
-    _found: ClassVar[dict[Any, Any]] = {}
+    _signatures: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self, context: Context) -> None:
         self.__dict__ = context.__dict__
@@ -146,9 +146,9 @@ class _Typing(Context):  # type: ignore[misc]
         if kws or not isinstance(func, Function):
             return super().resolve_function_type(func, args, kws)
         key = func, tuple(args)
-        if self._found.get(key) is None:
-            self._found[key] = super().resolve_function_type(func, args, kws)
-        return self._found[key]
+        if self._signatures.get(key) is None:
+            self._signatures[key] = super().resolve_function_type(func, args, kws)
+        return self._signatures[key]
 
 
 class _Compiler(CompilerBase):  # type: ignore[misc]

@@ -87,7 +87,7 @@ class StageProgress:
         self.show(self.done[0])
         self._remaining[kind] -= counts[0]
         self._kept_bytes += kept_bytes
-        if seconds:
+        if seconds and counts[0]:  # A file without bytes has no pace.
             pace = self._paces.get(kind, (0.0, 0.0))
             self._paces[kind] = _DECAY * pace[0] + seconds, _DECAY * pace[1] + counts[0]
 

@@ -72,7 +72,7 @@ class _Worker:
             target=_serve, args=(theirs, self.log.path), daemon=True, name="forebay-prepare"
         )
         try:
-            with deferred_signals(), _masked_interrupt(method), _hidden_main(method):
+            with deferred_signals(), _starting(method):
                 self.process.start()
         except BaseException:  # also an interrupt that came meanwhile
             self.log.close()
@@ -248,26 +248,20 @@ def _may_fork() -> bool:
 
 
 @contextmanager
-def _masked_interrupt(method: str) -> Iterator[None]:
-    """Start processes in here, so that Ctrl-C in the terminal does not kill them before they ignore it."""
+def _starting(method: str) -> Iterator[None]:
+    """Start processes in here: Ctrl-C in the terminal does not kill them before they ignore it.
+
+    Nor do they run the caller's script again, which may have no guard.
+    """
+    main = sys.modules["__main__"]
     if method == "spawn":
         resource_tracker.ensure_running()  # which, started with the first process, would unblock the signal
+        sys.modules["__main__"] = ModuleType("__main__")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _hidden_main(method: str) -> Iterator[None]:
-    """Start processes in here that do not run the caller's script again: it may have no guard."""
-    main = sys.modules["__main__"]
-    if method == "spawn":
-        sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
         sys.modules["__main__"] = main
 
 

@@ -194,7 +194,7 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
     except Exception as error:
         raise PrepareError(
             f"{position(0)}: stage {stage.name} failed here or up to {batch.num_rows} documents later: "
-            f"{type(error).__name__}: {error} ({_place(error)}). Fix the stage, or remove it from the recipe."
+            f"{type(error).__name__}: {error} ({_raising_line(error)}). Fix the stage, or remove it from the recipe."
         ) from error
     if rows != batch.num_rows or marks != rows:
         raise PrepareError(
@@ -210,7 +210,7 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
     return result
 
 
-def _place(error: Exception) -> str:
+def _raising_line(error: Exception) -> str:
     """Return where a stage raised: the innermost line that is not in a library."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames[1:] if "site-packages" not in frame.filename] or frames
