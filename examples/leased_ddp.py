@@ -49,10 +49,12 @@ def shared_batches(loader: Any) -> Iterator[tuple[Any, Any, float]]:
 def train() -> None:
     dist.init_process_group("gloo")  # "nccl" with GPUs
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512)))
+    loader = forebay.Loader() if dist.get_rank() == 0 else None
+    sizes = [0 if loader is None else loader.dataset.manifest.vocab_size]
+    dist.broadcast_object_list(sizes)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(sizes[0], 16), nn.Linear(16, sizes[0])))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     losses = []
-    loader = forebay.Loader() if dist.get_rank() == 0 else None
     for inputs, labels, weight in shared_batches(loader):
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()

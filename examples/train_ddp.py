@@ -33,10 +33,11 @@ STOP = 7
 def train(dataset: str, checkpoint: Path) -> None:
     dist.init_process_group("gloo")  # "nccl" with GPUs
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     # The one line: each rank reads its part, and all have as many steps. The global batch is what a run keeps.
     loader = forebay.Loader(dataset, seq_len=32, global_batch_size=6, seed=1)
+    vocabulary = loader.dataset.manifest.vocab_size
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(vocabulary, 16), nn.Linear(16, vocabulary)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     length = len(loader)
     saved = torch.load(checkpoint) if checkpoint.exists() else None
     if saved is not None:

@@ -31,9 +31,9 @@ PREPARE = ["prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 STEPS, SAVED_AT = 12, 5
 
 
-def make_model() -> nn.Module:
+def make_model(vocabulary: int) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(512, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
+    model = nn.Sequential(nn.Embedding(vocabulary, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, vocabulary))
     for layer in model[1:]:
         fully_shard(layer)
     return fully_shard(model)
@@ -41,9 +41,9 @@ def make_model() -> nn.Module:
 
 def train(dataset: str, steps: int, *, resume: Path | None = None, save: Path | None = None) -> list[float]:
     """The loss of each step up to `steps`, over all ranks."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     loader = forebay.Loader(dataset, seq_len=32, global_batch_size=6, seed=1, steps=steps)
+    model = make_model(loader.dataset.manifest.vocab_size)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     if resume is not None:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optimizer": optimizer_state, "data": loader}, checkpoint_id=resume)

@@ -32,7 +32,10 @@ def load_identity(args: Namespace) -> Identity:
     from forebay.network.pki.identity import Identity
 
     if args.identity is None:
-        raise UsageError("expected --identity DIR, got none. Give this node's directory (forebay network join).")
+        raise UsageError(
+            "expected --identity DIR, got none. Give this node's directory (forebay network join); what serves plain "
+            "HTTP, such as a page, is http://HOST:PORT."
+        )
     return Identity.load(args.identity)
 
 

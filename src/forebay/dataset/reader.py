@@ -27,7 +27,7 @@ from forebay.dataset.lengths import read_document_ends
 from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, did_you_mean
 from forebay.files import open_below, path_below
 from forebay.maps import release_pages
 
@@ -483,6 +483,9 @@ def _read(folder: Path, name: str) -> bytes:
         what = "a file" if folder.is_file() else f"a directory without {name}" if folder.is_dir() else "nothing there"
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise DatasetError(f"{folder / name}: cannot be read: {error.strerror or error}. Check it.") from error
-        is_inside = (folder.parent / name).is_file()
-        advice = f"Did you mean {folder.parent}?" if is_inside else f"Give one that {_WRITERS} wrote."
+        advice = (
+            f"Did you mean {folder.parent}?" if (folder.parent / name).is_file() else f"Give one that {_WRITERS} wrote."
+        )
+        if not folder.exists() and folder.parent.is_dir():
+            advice = did_you_mean(folder.name, os.listdir(folder.parent)).strip() or advice
         raise DatasetError(f"{folder}: expected a dataset (a directory with {name}), got {what}. {advice}") from error

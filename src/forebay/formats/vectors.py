@@ -80,8 +80,8 @@ class VectorDataset(external.ExternalDataset):
             )
         if dtype is GUESSED and any(not v.offset and ids is None for v, ids in zip(self._vectors, self._ids)):
             _log.warning(
-                "%s: its tokens have no header and are taken for %s, as their first bytes look. If they are of another "
-                "type, say it: forebay.formats.open_external(PATH, dtype='uint32').", path, self._vectors[0].kind,
+                "%s: its tokens have no header and are taken for %s, as their first bytes look. Say their type "
+                "by forebay.formats.open_external(PATH, dtype='%s').", path, *[self._vectors[0].kind] * 2,
             )  # fmt: skip
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
         parts = []

@@ -223,9 +223,11 @@ class RunningSource(Closing, BatchSource[BatchT]):
         """
         from forebay.load import mfu  # A loader that measures nothing does not need it.
 
+        if not flops > 0:
+            raise UsageError(f"measure_mfu: expected flops above 0, got {flops!r}.")
         peak = mfu.peak_flops(peak_flops) if isinstance(peak_flops, str) else peak_flops
-        if not min(flops, peak) > 0:
-            raise UsageError(f"measure_mfu: expected flops and peak_flops above 0, got {flops!r} and {peak!r}.")
+        if not peak > 0:
+            raise UsageError(f"measure_mfu: expected peak_flops above 0, got {peak!r}.")
         self._mfu = flops / peak, self._num_units()
 
     def _ideal_s(self) -> float:

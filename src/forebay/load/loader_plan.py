@@ -79,9 +79,12 @@ class LoaderPlan:
         )  # fmt: skip
         is_tokens = self.dataset.manifest.layout == "tokens"
         if is_tokens == (self.seq_len is None):
+            url = self.dataset.url
+            if is_tokens:
+                raise UsageError(f"seq_len: expected the tokens of a sample, such as seq_len=2048, got none ({url}).")
             raise UsageError(
-                f"seq_len: expected a number for a dataset of layout 'tokens' and none for 'rows', got "
-                f"{self.seq_len} for {self.dataset.manifest.layout!r} ({self.dataset.url})."
+                f"seq_len: expected none for rows, which have a length of their own, got {self.seq_len} ({url}). Leave "
+                "it out; `forebay prepare --set rows.max_tokens=` makes other rows."
             )
 
     def _plan_run(self, config: LoaderConfig) -> None:

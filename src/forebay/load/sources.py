@@ -93,14 +93,16 @@ class Mixture:
 
         path = Path(path)
         config = read_toml(path)
+        text = [*config, *(f"{key} in [[change]]" for change in _tables(config.get("change")) for key in change)]
         try:
             datasets = {
                 name: url if "://" in url else path.parent / url for name, url in config.pop("datasets").items()
             }
             changes = [(change["step"], change["weights"]) for change in config.pop("change")]
         except (KeyError, TypeError, AttributeError) as error:
+            got = ", ".join(map(str, text)) or "nothing"
             raise UsageError(
-                f"{path}: expected [datasets], and `step` and `weights` in each [[change]], got {error!r}."
+                f"{path}: expected [datasets], and `step` and `weights` in each [[change]], got {got}."
             ) from error
         allow = config.pop("allow_different_tokenizers", False)
         if config or type(allow) is not bool:
@@ -173,11 +175,16 @@ def open_datasets(
         if trait in ("layout", "dtype") or not allow_different_tokenizers:
             raise DatasetError(
                 f"mixture: expected datasets of one {trait}, got {expected} of {first} and {got} of {name}. Prepare "
-                f"{name} with --tokenizer {datasets[first].url}/{TOKENIZER_FILE}. Ids of other tokenizers are mixed by "
-                "allow_different_tokenizers=True of the Mixture (= true in its file), types by none: write one again "
-                "with forebay convert DATASET OUT --to forebay --dtype TYPE."
+                f"{name} with --tokenizer {datasets[first].url}/{TOKENIZER_FILE}. Where that is "
+                "meant: allow_different_tokenizers=True of the Mixture (= true in its file), and for another type "
+                "forebay convert DATASET OUT --to forebay --dtype TYPE."
             )
     return datasets
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """Return those of a list that are tables."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _check_source(source: object) -> None:

@@ -218,6 +218,10 @@ def _listed(items: Any) -> list[Any]:
 def _check_kinds(name: str, items: Sequence[object], method: str, expected: str, advice: str) -> None:
     """Raise UsageError unless each item is a name, a path, or an object with this method."""
     for item in items:
+        if isinstance(item, type) and hasattr(item, method):
+            raise UsageError(
+                f"{name}: expected a call of {item.__name__}, got itself. Give {name}=[{item.__name__}()]."
+            )
         if not (isinstance(item, str | os.PathLike) or hasattr(item, method)):
             got = getattr(item, "__name__", type(item).__name__)
             raise UsageError(f"{name}: expected {expected}, got {got}. {advice}.")

@@ -296,7 +296,7 @@ class Lane:
         for record in self.malformed[:1]:
             advice = (
                 f"{self.state.counts['malformed']} records were skipped, the first at {record.location} of "
-                f"{record.name}: {record.problem}. Name the column of text (text_key), or look at the file."
+                f"{record.name}: {record.problem.rstrip('.')}. Name the column of text (text_key), or look at the file."
             )
         lane = f" of lane {self._share.lane} of {self._share.lanes}" if self._share.lanes > 1 else ""
         return DatasetError(
