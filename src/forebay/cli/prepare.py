@@ -91,10 +91,9 @@ def _warm(args: Namespace) -> None:
     from forebay.prepare.dedup.methods import KINDS
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.forecast import Progress
-    from forebay.prepare.kernels import compile_groups, missing_groups
-    from forebay.prepare.recipe import STAGES
+    from forebay.prepare.kernels import KERNEL_STAGES, compile_groups, missing_groups
 
-    names = args.names or STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"}  # need settings
+    names = args.names or KERNEL_STAGES
     recipes = [load_recipe(None, Path(name)) for name in names if name.endswith(".toml")]
     recipes += [load_recipe(name) for name in args.names if name in recipe_names()]
     rest = {name for name in names if not name.endswith(".toml")} - ({*recipe_names()} if args.names else set())

@@ -487,5 +487,5 @@ def _read(folder: Path, name: str) -> bytes:
             f"Did you mean {folder.parent}?" if (folder.parent / name).is_file() else f"Give one that {_WRITERS} wrote."
         )
         if not folder.exists() and folder.parent.is_dir():
-            advice = did_you_mean(folder.name, os.listdir(folder.parent)).strip() or advice
+            advice = did_you_mean(folder.name, (path.name for path in folder.parent.iterdir())).strip() or advice
         raise DatasetError(f"{folder}: expected a dataset (a directory with {name}), got {what}. {advice}") from error

@@ -18,23 +18,24 @@ from forebay.prepare.dedup.methods import KINDS, Dedup
 from forebay.prepare.engines.base import Notify
 from forebay.prepare.engines.local import LocalEngine
 from forebay.prepare.filters.language import LanguageStage
-from forebay.prepare.recipe import Recipe
-from forebay.prepare.tasks.stages import is_quick
+from forebay.prepare.recipe import STAGES, Recipe
 
+KERNEL_STAGES = STAGES.keys() - {"perplexity", "decontaminate", "select", "subset", "repeat"}
+"""The stages that are compiled beforehand. The others have no kernels, or need files that only their settings name."""
 _PAGE_FORMATS = {"html", "warc"}
 _ON: Any = True
-_is_compiling = False  # In a process that compiles a group.
+_is_compiling = False  # While a group is compiled.
 
 
 def missing_groups(recipe: Recipe, formats: Collection[str]) -> list[Recipe]:
     """Return the groups of a recipe that were not compiled yet; none where compiled code cannot be kept.
 
-    Stages of others, and those whose models take long to load, are left out; so is `extract` without a format of pages.
-    The filters that cut words share most of their functions, and are one group.
+    They contain Forebay's own stages, `extract` with a format of pages only. The filters that cut words share most of
+    their functions, and are one group.
     """
     if _is_compiling or not kernel_directory():
         return []
-    stages = [stage for stage in recipe.stages if is_quick((stage,)) and not _ready(stage.name).exists()]
+    stages = [stage for stage in recipe.stages if stage.name in KERNEL_STAGES and not _ready(stage.name).exists()]
     if _PAGE_FORMATS.isdisjoint(formats):
         stages = [stage for stage in stages if stage.name != "extract"]
     words = tuple(stage for stage in stages if isinstance(stage, LanguageStage))
@@ -60,12 +61,8 @@ def compile_groups(
     from forebay.prepare.dispatcher import refresh
 
     refresh()  # once, before processes are forked
-    with _Compilers(workers, on_message=notify) as engine:
+    with LocalEngine(workers, on_message=notify) as engine:
         engine.map(partial(_compile, prepare), groups, on_done)
-
-
-class _Compilers(LocalEngine):
-    _runs_tasks_here = False  # Each preparation has a record of its progress in its thread.
 
 
 def _ready(name: str) -> Path:
@@ -83,8 +80,12 @@ def _compile(prepare: Callable[..., Any], group: Recipe, scale: int) -> float:
         folder.mkdir()
         for number in range(3):
             folder.joinpath(f"{number}.{ending}").write_text(text)
-        with suppress(ForebayError):  # It fails again where it matters, and some stages drop all of it.
+        try:
             prepare(folder, f"{temporary}/out", recipe=group, to="report", workers=1)
+        except ForebayError:  # It fails again where it matters, and some stages drop all of it.
+            pass
+        finally:
+            _is_compiling = False
     for name in group.name.split():
         with suppress(OSError):
             _ready(name).touch()

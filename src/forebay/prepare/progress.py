@@ -206,14 +206,14 @@ class ProgressRecord:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Write how the run ends that is in here, if it does not complete."""
-        _of_thread.record = self
+        before, _of_thread.record = getattr(_of_thread, "record", None), self
         try:
             yield
         except BaseException as error:
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error))
             raise
         finally:
-            _of_thread.record = None
+            _of_thread.record = before
 
     def start(self, key: str) -> None:
         """Begin to write, and continue the record of an earlier call of that key."""

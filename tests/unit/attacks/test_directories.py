@@ -70,7 +70,7 @@ def test_compiled_code_of_another_user_is_not_run(folder, monkeypatch):
     parent.mkdir(mode=0o755)
     os.chown(parent, STRANGER, STRANGER)  # Whoever owns it can replace what is in it.
     monkeypatch.setattr(compiled, "_parents", lambda: iter([parent, folder / "own"]))
-    assert compiled._directory.__wrapped__().startswith(str(folder / "own"))
+    assert compiled.kernel_directory.__wrapped__().startswith(str(folder / "own"))
 
 
 def test_an_own_directory_is_private_or_is_made_so(folder, caplog):

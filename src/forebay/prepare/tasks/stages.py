@@ -101,14 +101,9 @@ def _declared_seconds(stages: tuple[Stage, ...]) -> float:
     return sum(getattr(stage, "seconds_per_mb", 0.0) for stage in stages)
 
 
-def is_quick(stages: tuple[Stage, ...]) -> bool:
-    """Whether stages load soon and start no threads: Forebay's own, without models of others' libraries."""
-    return not _has_own(stages) and _declared_seconds(stages) < 1
-
-
 def load_for_forks(stages: tuple[Stage, ...]) -> None:
-    """Load once what all workers need."""
-    if is_quick(stages):
+    """Load once what all workers need, if it is quick and starts no threads: not models of others' libraries."""
+    if not _has_own(stages) and _declared_seconds(stages) < 1:
         _warm(stages)
 
 
