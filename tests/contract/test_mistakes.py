@@ -92,10 +92,11 @@ B = {"seq_len": 16, "batch_size": 2}
 P = {"tokenizer": "bytes", "workers": 1}
 CALLS = [
     (lambda: Loader("nowhere", **B), "got nothing there"),
+    (lambda: Loader("dss", **B), "Did you mean 'ds'"),
     (lambda: Loader("rows.jsonl", **B), "got files of another kind. Make one: of text `forebay prepare`"),
     (lambda: Loader("ds/manifest.json", **B), "Did you mean ds?"),
     (lambda: Loader("ds", seq_len=16), "batch size: expected one of batch_size"),
-    (lambda: Loader("ds", batch_size=2), "seq_len: expected a number for a dataset of layout 'tokens'"),
+    (lambda: Loader("ds", batch_size=2), "seq_len: expected the tokens of a sample, such as seq_len=2048"),
     (lambda: Loader("ds", seq_len="16", batch_size=2), "seq_len: expected an integer from 1, got '16'"),
     (lambda: Loader(["ds", "ds3"], **B), "got list. Several are read by forebay.Mixture"),
     (lambda: Loader({"a": "ds"}, **B), "got dict. Several are read by forebay.Mixture"),
@@ -120,6 +121,7 @@ CALLS = [
     (lambda: prepare_dataset("corpus", None, **P), "out: expected a directory or the URL of a bucket, got None"),
     (lambda: prepare_dataset("corpus", "d", tokenizer=300), "or an object with name, data, vocab_size, eos_id, encode"),
     (lambda: prepare_dataset("corpus", "d", filters=[lambda d: True], **P), "got <lambda>. Decorate the function with"),
+    (lambda: prepare_dataset("corpus", "d", filters=yes, **P), "expected a call of yes, got itself. Give filters="),
     (lambda: prepare_dataset("corpus", "d", filters=yes(), **P), "expected True or False, got 'yes' (str)"),
     (lambda: prepare_dataset("corpus", "d", filters=single(), **P), "expected an array of 3 booleans, one a document"),
     (lambda: prepare_dataset("corpus", "d", dedup=True, **P), "dedup: expected names or methods, got bool"),

@@ -89,7 +89,6 @@ def _sizes(run: Run, step: int) -> Any:
 def _check_same(name: str, expected: Any, actual: Any) -> None:
     if actual != expected or type(actual) is not type(expected):
         advice = {
-            "global_batch_size": "Give the same global_batch_size=, whatever the world size",
             "version": "Resume with the release of Forebay that wrote the state",
             "dataset_id": "Open the dataset that the state was taken of",
             "datasets": "Name the mixture's datasets in that order",

@@ -88,7 +88,7 @@ def test_callbacks_get_rates_and_mfu_of_the_steps_since_the_last_call(folder):
     assert values["forebay_loader_mfu_ratio"] == mfu
     assert values["forebay_loader_ideal_seconds"] == pytest.approx(6000 * 7920 / 1e6)
     assert "MFU" not in source.poll()["figures"]
-    with pytest.raises(UsageError, match="above 0, got 0 and"):
+    with pytest.raises(UsageError, match="above 0, got 0"):
         loader.measure_mfu(0, 1e12)
 
 

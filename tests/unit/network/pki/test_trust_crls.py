@@ -147,7 +147,7 @@ def test_numbers_rise_though_the_directory_was_restored(network_dir, make_identi
     first = revoke(network_dir, make_identity("a").peer_id)
     (network_dir / "crls" / f"{first.issuer}.pem").unlink()
     second = revoke(network_dir, make_identity("b").peer_id)
-    assert second.number > first.number and first.serials.items() < second.serials.items()
+    assert second.number > first.number and first.serials.keys() < second.serials.keys()
 
 
 def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(network_dir, make_identity, caplog):
