@@ -205,11 +205,6 @@ def test_no_worker_outlives_its_parent(method: str, tmp_path):
         assert "Traceback" not in parent.stderr.read()  # the workers are quiet
 
 
-def test_a_script_without_guard_is_told(tmp_path):
-    with start(tmp_path, "spawn", "wait()", "if True:") as parent:
-        assert parent.wait() == 1 and "before its first task" in parent.stderr.read()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks on Linux only")
 @pytest.mark.parametrize("call, result", [("load(False)", "True False"), ("load(True)", "False True")])
 def test_a_program_that_chose_so_loads_once_and_forks(call: str, result: str, tmp_path):
