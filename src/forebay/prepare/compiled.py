@@ -21,6 +21,7 @@ from forebay.errors import UsageError, missing_package
 from forebay.machine import cache_home, own_directory
 
 _compiling_s = 0.0
+_SPARE_BYTES = 1 << 20  # A directory whose disk has less is not used.
 
 
 def work_time() -> float:
@@ -81,8 +82,9 @@ def kernel_directory() -> str:
     for parent in _parents():
         with contextlib.suppress(OSError, UsageError):  # What lies there is run: nobody else may have put it there.
             directory = own_directory(own_directory(parent) / name)
-            with tempfile.TemporaryFile(dir=directory):
-                return str(directory)
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                if file.write(bytes(_SPARE_BYTES)) == _SPARE_BYTES:
+                    return str(directory)
     logging.getLogger(__name__).warning("kernels: no directory can be written, each process compiles its own")
     return ""
 
