@@ -92,9 +92,9 @@ def _check_dedup(parent: Dataset, dedup: Dedup) -> None:
 
     if signature_files(parent, dedup):
         return
-    if dedup.semantic or dedup.own:
-        names = [*(method.name for method in dedup.own), *(["semantic"] if dedup.semantic else [])]
-        _refuse(parent, "methods that compare text", f"{', '.join(names)}. {advice}")
+    if dedup.own:
+        names = ", ".join(method.name for method in dedup.own)
+        _refuse(parent, "methods that compare text", f"{names}. {advice}")
     if dedup.url and DOCUMENTS_FILE not in parent.manifest.listed_files:
         _refuse(parent, f"a dataset with {DOCUMENTS_FILE}, which has the addresses", f"none. {advice}")
     if parent.manifest.layout == "rows" or "fim" in before:

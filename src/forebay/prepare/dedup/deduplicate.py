@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -30,17 +29,8 @@ from forebay.arrays import F64, Array
 from forebay.errors import PrepareError
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut, hash_units
-from forebay.prepare.dedup.methods import Dedup, Overlap, Semantic, Signed, Substring, Unit
+from forebay.prepare.dedup.methods import Dedup, Overlap, Signed, Substring, Unit
 from forebay.prepare.dedup.pairs import ComponentsTask, MarkTask, find_components, mark_units
-from forebay.prepare.dedup.semantic import (
-    MAX_CLUSTERS,
-    Clustering,
-    ClusterTask,
-    VectorSplit,
-    assign_clusters,
-    compare_clusters,
-    find_centroids,
-)
 from forebay.prepare.dedup.word_runs import WindowsTask, sign_anchors, sign_ngrams, sign_windows
 from forebay.prepare.documents import Map
 from forebay.storage.store import Store
@@ -219,7 +209,6 @@ def _name(splits: Sequence[Signed], config: Dedup) -> str:
     """A hash of the signatures and settings, on which all else depends."""
     settings = [VERSION, config.signature(), config.keep]
     settings += [config.max_cut_share] if config.drops_cut else []
-    settings += [config.similarity, 0] if config.semantic else []
     signed = [[split.sha256, split.documents, split.rows] for split in splits]
     return hashlib.sha256(json.dumps([settings, signed]).encode()).hexdigest()[:32]
 
@@ -228,7 +217,7 @@ def _run(corpus: _Corpus, map: Map, on_progress: OnProgress) -> tuple[list[int],
     """Documents by drop code, how many rows of each unit are cut, and the windows of each split."""
     config, stem = corpus.config, corpus.stem
     methods, limited = config.methods, config.drops_cut
-    total = (3 * len(methods) + config.semantic or 1) + 3 * len(config.cuts) + 4 * config.substring + limited
+    total = (3 * len(methods) or 1) + 3 * len(config.cuts) + 4 * config.substring + limited
     done = 0
 
     def step(name: str, run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -243,9 +232,7 @@ def _run(corpus: _Corpus, map: Map, on_progress: OnProgress) -> tuple[list[int],
     documents = [(split.prefix, split.documents, split.documents) for split in corpus.splits]
     for code, method in enumerate(methods or (None,), 1):
         drop = f"{base}.drop" if base else ""
-        if isinstance(method, Semantic):
-            files += _find_similar(corpus, method, drop, step)
-        elif method is not None:
+        if method is not None:
             keys = pairs.Keys(method.name, method.columns, method.key_columns)
             files += _find_pairs(corpus, keys, documents, drop, step)
         is_last = code >= len(methods) and not limited
@@ -268,23 +255,6 @@ def _run(corpus: _Corpus, map: Map, on_progress: OnProgress) -> tuple[list[int],
         counts = [sum(column) for column in zip(*counted)]
     on_progress("done", total, total)
     return counts, units_cut, windows
-
-
-def _find_similar(corpus: _Corpus, method: Semantic, drop: str, step: Step) -> list[str]:
-    """The files of pairs of documents of similar embeddings."""
-    store, stem, width = corpus.store, f"{corpus.stem}-semantic", 4 * method.columns
-    *firsts, documents = np.cumsum([0, *corpus.documents]).tolist()
-    splits = tuple(VectorSplit(store, s.prefix, s.documents, first) for s, first in zip(corpus.splits, firsts))
-    # About the square root of the documents: assigning and comparing then cost the same.
-    clusters = min(int(documents**0.5), MAX_CLUSTERS) or 1
-    weighted = corpus.config.keep != "first"
-    shared = Clustering(store, stem, splits, drop, width, clusters, weighted, method.similarity, corpus.memory_bytes)
-    step("centroids", find_centroids, [ClusterTask(f"{stem}-centroids", shared)])
-    step("assign", assign_clusters, [ClusterTask(shared.assigned(i), shared, i) for i in range(len(splits))])
-    count = min(clusters, max(1, documents >> 12), 1024)
-    bounds = pairwise([clusters * i // count for i in range(count + 1)])
-    compare = [ClusterTask(f"{stem}-pairs{i}", shared, start, stop) for i, (start, stop) in enumerate(bounds)]
-    return step("compare", compare_clusters, compare)
 
 
 def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int], list[int]]:

@@ -13,19 +13,16 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import Field
 
-from forebay.arrays import I16, U32, U64, Array
-from forebay.errors import PrepareError, UsageError
-from forebay.formats.tables import is_list
+from forebay.arrays import U32, U64
+from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.settings import Json, Positive, Share, check_fields
 
 SIGNATURE_VERSION = 2
 """Changed when the same text gets another signature, so that old ones are not compared with new ones."""
-VECTOR_LENGTH = 4096  # 64 products of two such vectors' members still fit in 32 bits.
 
 
 class Method(Protocol):
@@ -148,66 +145,6 @@ class MinHash:
 
 
 @dataclass(frozen=True)
-class Semantic:
-    """Documents whose embeddings have a cosine of `similarity` or more: see `semantic`. A signature is the vector, as
-    int16."""
-
-    dimension: int
-    similarity: float
-    embedding = "embedding"
-    name = "semantic"
-    reason = "semantic_duplicate"
-
-    @property
-    def columns(self) -> int:
-        return -(-self.dimension // 4)
-
-    @property
-    def key_columns(self) -> int:
-        return self.columns
-
-    @property
-    def settings(self) -> list[Any]:
-        return [SIGNATURE_VERSION, self.embedding, self.dimension]
-
-    def sign(self, batch: pa.RecordBatch) -> U64:
-        return embeddings_of(batch, self.embedding, self.dimension, 4 * self.columns).view("<u8")
-
-
-def quantize(vectors: Array) -> I16:
-    """The vectors scaled to VECTOR_LENGTH, rounded; zeros where one is zero or not finite."""
-    values = np.asarray(vectors, np.float64)
-    values = np.where(np.isfinite(values).all(1, keepdims=True), values, 0)
-    largest = np.abs(values).max(1, initial=0, keepdims=True)
-    values = np.divide(values, largest, out=np.zeros_like(values), where=largest > 0)
-    norms = np.sqrt(np.cumsum(values * values, axis=1)[:, -1:])  # cumsum adds in order, sum does as it likes
-    scaled = np.divide(values * VECTOR_LENGTH, norms, out=np.zeros_like(values), where=norms > 0)
-    rounded: I16 = np.rint(scaled).astype("<i2")
-    return rounded
-
-
-def embeddings_of(batch: pa.RecordBatch, name: str, dimension: int, width: int) -> I16:
-    """int16 [rows, width]: the column of lists of `dimension` floats; zeros for a missing one, and beyond them."""
-    column = batch.column(name) if name in batch.schema.names else None
-    if column is None or not (is_list(column.type) and pa.types.is_floating(column.type.value_type)):
-        got = f"a column of {column.type}" if column is not None else f"columns {', '.join(batch.schema.names)}"
-        raise PrepareError(
-            f"dedup.embedding: expected a column {name!r} of lists of floats, got {got}. A stage makes it."
-        )
-    lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-    present = np.flatnonzero(np.asarray(column.is_valid()))
-    wrong = lengths[present][lengths[present] != dimension]
-    if len(wrong):
-        raise PrepareError(
-            f"dedup.dimension: expected embeddings of {dimension} numbers, got one of {wrong[0]}. Set dimension."
-        )
-    out = np.zeros((len(column), width), "<i2")
-    values = column.take(pa.array(present)).flatten().fill_null(np.nan).to_numpy(zero_copy_only=False)
-    out[present, :dimension] = quantize(values.reshape(-1, dimension))
-    return out
-
-
-@dataclass(frozen=True)
 class Unit:
     """Parts of documents that are compared by themselves: runs of `span` lines or sentences.
 
@@ -301,10 +238,6 @@ class Dedup:
         url: Drop documents of equal addresses, after scheme, `www.`, port, fragment, trailing slash and tracking
             parameters are removed.
         minhash: Drop documents that share most of their word n-grams.
-        semantic: Drop documents of whose embeddings the cosine with that of a better document in the same cluster is
-            `similarity` or more. Embeddings are a column `embedding` of lists of `dimension` floats, which a stage
-            makes. Source: SemDeDup (Abbas et al. 2023).
-        dimension, similarity: Of `semantic`.
         lines: Cut lines that stood in earlier documents, as often as they stood in one: a refrain stays.
         sentences: Cut spans of three sentences that stood in the corpus before, as C4 does.
         substring: Cut every run of `min_words` words or more that stood in the corpus before, wherever it begins. Words
@@ -326,7 +259,7 @@ class Dedup:
         max_cut_share: A document is dropped if more than this share of its bytes is cut; 1: none is.
         signatures: Write the signatures of documents that stay beside the dataset's slices, for `--extend`: it then
             compares new documents without reading the dataset's tokens. Not with methods that read the text again:
-            `semantic`, `substring`, `overlap`, `max_cut_share`.
+            `substring`, `overlap`, `max_cut_share`.
         own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
     Source: ngram as in FineWeb (Penedo et al. 2024), 3.4, which has 14 bands of 8; min_words as in Lee et al.
@@ -336,7 +269,6 @@ class Dedup:
     exact: bool = False
     url: bool = False
     minhash: bool = False
-    semantic: bool = False
     lines: bool = False
     sentences: bool = False
     substring: bool = False
@@ -350,13 +282,11 @@ class Dedup:
     min_characters: Positive = 24
     min_words: Annotated[int, Field(ge=4, le=1024)] = 50
     max_cut_share: Share = 1.0
-    dimension: Annotated[int, Field(ge=0, le=65536)] = 0
-    similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
     signatures: bool = False
     own: tuple[Method, ...] = ()
     former: ClassVar[Json] = {
-        "embedding": "embedding", "clusters": 0, "seed": 1, "span": SPAN, "overlap_ngram": Overlap.ngram,
-        "overlap_share": Overlap.share, "overlap_sample": 1,
+        "semantic": False, "embedding": "embedding", "dimension": 0, "similarity": 0.95, "clusters": 0, "seed": 1,
+        "span": SPAN, "overlap_ngram": Overlap.ngram, "overlap_share": Overlap.share, "overlap_sample": 1,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -368,8 +298,6 @@ class Dedup:
             raise UsageError(f"own: expected methods of different names, got {', '.join(names)}")
         if (self.keep == "best") != bool(self.score):
             raise UsageError(f"score: expected a column with keep = 'best', and none else, got {self.score!r}")
-        if self.semantic and not self.dimension:
-            raise UsageError("dimension: expected how many numbers an embedding has, with semantic = true, got none")
         got = ", ".join(names) or "none"
         if self.signatures and not (self.active and self.has_signatures):
             raise UsageError(f"signatures: expected one of exact, url, minhash, lines and sentences, got {got}")
@@ -383,9 +311,8 @@ class Dedup:
             Exact(self.normalise or "none"),
             EqualUrl(),
             MinHash(self.bands, self.rows, self.ngram),
-            Semantic(self.dimension, self.similarity),
         )
-        return (*compress(methods, (self.exact, self.url, self.minhash, self.semantic)), *self.own)
+        return (*compress(methods, (self.exact, self.url, self.minhash)), *self.own)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -405,7 +332,7 @@ class Dedup:
     @property
     def has_signatures(self) -> bool:
         """Whether signatures are all that is compared: documents are not read again."""
-        return not (self.semantic or self.substring or self.drops_cut)
+        return not (self.substring or self.drops_cut)
 
     @property
     def cuts(self) -> tuple[CutMethod, ...]:
