@@ -66,6 +66,7 @@ COMMANDS = [
     ("prepare corpus --out d {b} --config english.toml", "expected codes of languages such as en", 2),
     ("inspect nowhere", "(a directory with manifest.json), got nothing there", 1),
     ("inspect corpus", "got files of another kind. Make one: of text `forebay prepare`", 1),
+    ("verify half", "half: it is an unfinished preparation. Run the same `forebay prepare` again", 1),
     ("verify ds/manifest.json", "got a file. Did you mean ds?", 1),
     ("convert ds --to jsonl", "expected one OUT, behind SRC or by --out, got none", 2),
     ("convert ds out --to mdss", "got 'mdss'. Did you mean 'mds'", 2),
@@ -86,6 +87,7 @@ COMMANDS = [
     ("network init net", "net already holds one", 2),
     ("network revoke ada net", "expected the name of a member, or a peer id", 2),
     ("worker ds --identity w python train.py", "Write -- before a command: forebay worker … -- python train.py", 2),
+    ("coordinator --set num_stps=4", "num_stps: expected a setting of python -m forebay.worker", 2),
     ("coordinator --set num_steps=0", "expected num_steps of at least 1, got 0", 2),
 ]  # fmt: skip
 B = {"seq_len": 16, "batch_size": 2}
@@ -139,6 +141,7 @@ def make_world(folder: Path):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     (folder / "corpus").mkdir()
+    (folder / "half" / ".work").mkdir(parents=True)
     for i in range(3):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i} {text * 40}")
     write("rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])

@@ -71,7 +71,7 @@ def _network_join(args: Namespace) -> None:
     print_result(
         args, _node_fields(identity),
         f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.",
-        f"It may be {identity.scope}, until {_date(identity.expires_at)}.",
+        f"Role: {identity.scope}, until {_date(identity.expires_at)}.",
     )  # fmt: skip
 
 
@@ -183,8 +183,8 @@ def _network_tokens(args: Namespace) -> None:
     record, rows, lines = MemberRecord(args.directory), list[dict[str, Any]](), list[str]()
     for token in record.tokens.values():
         remaining = token.uses - len(record.users[token.id])
-        is_valid = remaining > 0 and time.time() < token.expires_at
-        state = "withdrawn" if token.id in record.withdrawn else "valid" if is_valid else "used up or expired"
+        state = "expired" if time.time() >= token.expires_at else "valid" if remaining > 0 else "used up"
+        state = "withdrawn" if token.id in record.withdrawn else state
         rows.append({**asdict(token), "uses_left": remaining, "state": state})
         uses = f"{remaining} of {numbered(token.uses, 'use')} left"
         lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope}")

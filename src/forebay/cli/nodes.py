@@ -278,8 +278,9 @@ def _run_config(args: Namespace) -> dict[str, Any]:
     if wrong:
         raise UsageError(f"coordinator: expected plain values as settings, got {', '.join(wrong)} of another kind.")
     names = [field.name for field in fields(WorkerConfig)]
-    for key in sorted(config.keys() - set(names)):
-        print_note(f"{key}: python -m forebay.worker has no such setting.{did_you_mean(key, names)}")
+    for key in sorted(config.keys() - set(names)):  # Settings of other programs have other names.
+        if near := did_you_mean(key, names):
+            raise UsageError(f"{key}: expected a setting of python -m forebay.worker.{near}")
     for key in ("batch_size", "seq_len", "num_steps"):
         if type(config.get(key, 1)) is not int or config.get(key, 1) < 1:
             raise UsageError(f"coordinator: expected {key} of at least 1, got {config[key]!r}.")

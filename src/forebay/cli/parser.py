@@ -232,7 +232,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print results, and errors, as JSON")
     add("-q", "--quiet", action="store_true", help="show no progress")
     add("-v", "--verbose", action="count", help="log more: info, and twice: debug")
-    add("--env-file", metavar="FILE", help="R2_DATASET_* that are not set are of this (default: FOREBAY_ENV_FILE)")
+    add(
+        "--env-file",
+        metavar="FILE",
+        help="file with R2_DATASET_* that are not set; its other lines are not read (default: FOREBAY_ENV_FILE)",
+    )
     add("--identity", metavar="DIR", type=Path, help="this node, by `network join` (default: FOREBAY_IDENTITY)")
     add("--log-level", choices=LEVELS, help="default: info for servers, else warning")
     add("--log-format", choices=("text", "json"), help="of lines on stderr; default: text")

@@ -56,7 +56,7 @@ def describe(loader: Any) -> dict[str, str]:
     fields["rank"] = f"{loader.rank} of {loader.world_size}"
     fields["position"] = f"epoch {loader.epoch}, step {loader.step:,} of {_limit(run.num_steps)}"
     if loader.mixture is None:
-        fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; {_limit(config.epochs)} epochs in a pass"
+        fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; epochs in a pass: {_limit(config.epochs)}"
     elif run.num_steps is not None:
         fields["repeats"] = ", ".join(f"{name} {n:.2f} times" for name, n in _repeats(loader).items())
     fields["order"] = f"{order}, seed {order.seed}, assignment {config.order.assignment}"

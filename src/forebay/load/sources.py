@@ -147,6 +147,8 @@ def open_dataset(
             if external.left_out:
                 _log.warning("%s: columns left out beside the tokens: %s", path, ", ".join(external.left_out))
             return external
+        if (path / ".work").is_dir() and not (path / "report.html").exists():
+            raise DatasetError(f"{path}: it is an unfinished preparation. Run the same `forebay prepare` again.")
         is_inside = (path.parent / MANIFEST_FILE).is_file()
         if not is_inside and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
             raise DatasetError(

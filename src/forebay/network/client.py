@@ -325,7 +325,8 @@ def _unreachable(what: str, address: str, error: Exception) -> str:
     hint = "Is the peer running, and the address right?"
     if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
         hint = (
-            "It may be stopping or full. Both sides need a certificate of the same network: see `forebay network join`."
+            "Both sides need a valid certificate of the same network (`forebay network show DIR`); or the peer is "
+            "full, or serves another protocol at that port."
         )
     return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
 

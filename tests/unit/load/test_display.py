@@ -26,7 +26,7 @@ def test_a_description_has_the_order_the_cache_and_the_position(tmp_path):
     next(iter(loader))
     lines = dict(line.split(":", 1) for line in loader.describe().splitlines())
     assert "4 slices" in lines["dataset"] and "64 samples of 8 tokens" in lines["dataset"]
-    assert "epoch 0, step 1" in lines["position"] and "16 an epoch; 2 epochs in a pass" in lines["steps"]
+    assert "epoch 0, step 1" in lines["position"] and "16 an epoch; epochs in a pass: 2" in lines["steps"]
     assert "by all 1.00 times the dataset" in lines["fetched"] and "1.05 MB" in lines["cache"]
     assert repr(loader).startswith("Loader(dataset='") and "seq_len=8" in repr(loader) and "step 1," in repr(loader)
     loader.close()
