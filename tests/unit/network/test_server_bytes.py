@@ -227,4 +227,4 @@ _WORDS = st.sampled_from(
 
 @given(st.lists(_WORDS | st.binary(max_size=20), max_size=30).map(b"".join))
 def test_any_bytes(world, data):
-    world.send(data + b"\r\n\r\n")
+    assert world.send(data + b"\r\n\r\n")

@@ -226,7 +226,7 @@ _CARDS = np.array([entry.replace("-", " ").split() for entry in _ISSUERS.split("
 
 @jit()
 def _issued(four, n):  # type: ignore[no-untyped-def]
-    """Whether cards of n digits begin like this."""
+    """Return whether cards of n digits begin with these four."""
     for k in range(len(_CARDS)):  # noqa: SIM110 - numba has no generators here
         if _CARDS[k, 0] <= four <= _CARDS[k, 1] and _CARDS[k, 2] <= n <= _CARDS[k, 3]:
             return True

@@ -60,7 +60,7 @@ def _unique(hashes):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _ngrams_of(data, i, stop, table, ngram):  # type: ignore[no-untyped-def]
+def _text_ngrams(data, i, stop, table, ngram):  # type: ignore[no-untyped-def]
     """The n-grams of each line, in order; where each line ends, and how many it has."""
     capacity, max_lines = (stop - i) // 2 + 4, 1 + np.count_nonzero(data[i:stop] == 10)
     words, hashes, out = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
@@ -83,7 +83,7 @@ def _ngrams_of(data, i, stop, table, ngram):  # type: ignore[no-untyped-def]
 def _sign_ngrams(data, offsets, table, ngram, out, counts):  # type: ignore[no-untyped-def]
     n = 0
     for d in range(len(offsets) - 1):
-        hashes, _, _ = _ngrams_of(data, offsets[d], offsets[d + 1], table, ngram)
+        hashes, _, _ = _text_ngrams(data, offsets[d], offsets[d + 1], table, ngram)
         rows = _unique(hashes)
         n, counts[d] = copy(rows, 0, len(rows), out, n), len(rows)
     return n
@@ -94,7 +94,7 @@ def _mark_overlap(data, offsets, table, ngram, share, seen, removed):  # type: i
     row = 0
     for d in range(len(offsets) - 1):
         begin = offsets[d]
-        hashes, line_ends, counts = _ngrams_of(data, begin, offsets[d + 1], table, ngram)
+        hashes, line_ends, counts = _text_ngrams(data, begin, offsets[d + 1], table, ngram)
         rows = _unique(hashes)
         if row + len(rows) > len(seen):
             return len(seen) + 1

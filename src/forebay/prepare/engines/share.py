@@ -64,19 +64,19 @@ class ShareEngine(LocalEngine):
         awaited, pause_s = "", _MIN_POLL_S
         with log_while_waiting(log, lambda: awaited):
             while positions:
-                todo = [p for name, p in positions.items() if name not in self._claims]
-                todo.sort(key=lambda p: ((p - self._index) % self._count, p))
+                unclaimed = [p for name, p in positions.items() if name not in self._claims]
+                unclaimed.sort(key=lambda p: ((p - self._index) % self._count, p))
 
-                def done(number: int, output: Any, todo: list[int] = todo) -> None:
-                    del positions[name_of(tasks[todo[number]])]
-                    on_done(todo[number], output)
+                def done(number: int, output: Any, unclaimed: list[int] = unclaimed) -> None:
+                    del positions[name_of(tasks[unclaimed[number]])]
+                    on_done(unclaimed[number], output)
 
-                super().map(run, [tasks[p] for p in todo], done)
+                super().map(run, [tasks[p] for p in unclaimed], done)
                 results = run.load(positions)
                 for name, result in results.items():
                     on_done(positions.pop(name), TaskOutput(result))
                 awaited = ""
-                if todo or results:
+                if unclaimed or results:
                     pause_s = _MIN_POLL_S
                 elif positions:
                     what = ", ".join(label(tasks[p]) for p in list(positions.values())[:3])
