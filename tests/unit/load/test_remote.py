@@ -217,7 +217,9 @@ def test_files_that_others_delete_are_fetched_again(server, tmp_path, pattern):
             read.append(batch.inputs.tolist())
             if len(read) == 5:
                 for path in cached_slices(cache) if pattern else [cache]:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    # Moved first: a fetch would make a file in a directory that is being removed.
+                    gone = path.rename(tmp_path / f"gone-{path.name}")
+                    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     assert read == expected
 
 
