@@ -70,7 +70,7 @@ class Csv(Format):
             except csv.Error as error:
                 row, problem = [], f"not CSV: {error}"
             if names is None:
-                names, positions, is_header = _header([name.strip() for name in row], options, split.files[0])
+                names, positions, is_header = header([name.strip() for name in row], options, split.files[0])
                 if is_header:
                     continue
             index += 1
@@ -145,7 +145,11 @@ def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[tuple
             yield from pieces
 
 
-def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list[str], dict[str, int], bool]:
+def header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list[str], dict[str, int], bool]:
+    """Return the names of the columns, the positions of those to read, and whether the row has the names.
+
+    Raises UnreadableInputError where a column that is required is missing.
+    """
     required, optional = keys_of(options)
     if options.text_keys and required == list(options.text_keys):
         keys = row if ALL_FIELDS in required else [key for key in required if key in row]

@@ -79,6 +79,8 @@ class InputFile:
         is_guessed: Neither the user nor a mark of byte order says the encoding.
         is_listed: Named by a list at a URL: the task that reads it downloads it first.
         text_key: The field with its text, where it is not that of the options.
+        missing: What most of its first records lack: text.
+        is_textless: All of them lack it, and no other place of the file has its key, as far as that is known.
         extent: Bytes `[start, stop)` that a part of the file needs. A URL is then not read ahead beyond them.
         trace: Notes how far the file is read, if its reader wants to know.
     """
@@ -94,6 +96,8 @@ class InputFile:
     is_guessed: bool = False
     is_listed: bool = False
     text_key: str = ""
+    missing: str = ""
+    is_textless: bool = False
     extent: tuple[int, int] | None = None
     trace: ReadTrace | None = field(default=None, compare=False, repr=False)
 
@@ -124,7 +128,8 @@ class InputSplit:
     @property
     def kind(self) -> str:
         """Return the format and the compression: the pace of a task and its documents depend on them."""
-        return f"{self.format} {self.files[0].compression}".strip() if self.files else ""
+        words = (self.format, self.files[0].compression, "without text" * self.files[0].is_textless) if self.files else ()
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)

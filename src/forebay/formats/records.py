@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import TypeAlias, TypeVar
 from uuid import UUID
 
-from forebay.formats.inputs import ALL_FIELDS, ReadOptions
+from forebay.formats.inputs import ALL_FIELDS, TEXT_KEYS, ReadOptions
 
 T = TypeVar("T")
 Row: TypeAlias = Mapping[str, object]
@@ -164,8 +164,8 @@ _PAIRS = (
 )  # fmt: skip
 
 
-def key_advice(options: ReadOptions, names: Collection[str]) -> str:
-    """Return the setting that names the text of records with these fields."""
+def key_advice(options: ReadOptions, names: Collection[str], longest: str = "NAME") -> str:
+    """Return the setting that names the text of records with these fields, of which `longest` has most text."""
     if options.messages_key:
         pairs = [pair for pair in _PAIRS if set(pair) <= set(names)]
         if pairs:
@@ -175,7 +175,20 @@ def key_advice(options: ReadOptions, names: Collection[str]) -> str:
         return "Name the list of messages with --set read.messages_key=NAME"
     if chats := [name for name in ("messages", "conversations") if name in names]:
         return f"These are chats: --recipe sft --set read.messages_key={chats[0]}"
-    return "Name it with --set read.text_key=NAME"
+    keys = json.dumps([*(options.text_keys or ["text"]), longest])
+    more = f" (beside other files: --set 'read.text_key={keys}')" * (longest != "NAME")
+    return f"Name it with --set read.text_key={longest}{more}"
+
+
+def _longest_text(row: Row, before: str = "") -> tuple[int, str]:
+    """Return the length and the key of the longest text of several words, also inside of objects."""
+    longest = 0, "NAME"
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            longest = max(longest, _longest_text(value, f"{before}{name}."))
+        elif isinstance(value, str) and " " in value and re.fullmatch(r"[\w.-]+", key := f"{before}{name}"):
+            longest = max(longest, (len(value), key))
+    return longest
 
 
 def _missing(row: Row, options: ReadOptions) -> str:
@@ -184,8 +197,9 @@ def _missing(row: Row, options: ReadOptions) -> str:
         return ""
     names = [str(name)[:40] for name in row]
     got = f" among {', '.join(names[:8])}" + " …" * (len(names) > 8) if names else ""
-    expected = ", ".join(map(repr, keys))
-    return f"expected text under {expected}, got nothing{got}, in every record. {key_advice(options, row)}."
+    expected = ", ".join(map(repr, TEXT_KEYS if keys == [TEXT_KEYS[0]] else keys))
+    advice = key_advice(options, row, _longest_text(row)[1])
+    return f"expected text under {expected}, got nothing{got}, in every record. {advice}."
 
 
 def source_of(row: Row, options: ReadOptions) -> tuple[str, str]:

@@ -57,7 +57,7 @@ from forebay.prepare.tasks.percentile import SegmentTask, process_segment, thres
 from forebay.prepare.tasks.stages import stage_names
 from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task_key, write_records
 from forebay.prepare.tokenize import tokenizers
-from forebay.storage.listing import Skipped, count_reasons, describe_skipped
+from forebay.storage.listing import Skipped, by_cause, count_reasons, describe_skipped, first_paths
 from forebay.storage.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def prepare_dataset(
     own = tokenizer if output.needs_tokenizer and not isinstance(tokenizer, str) else None
     recipe, loaded = open_tokenizer(recipe, own, output, document_ids, parent, notify)
     sources, own_sources = _open_inputs(inputs or recipe.inputs, recipe, workers or num_cores(), store, follow_links)
-    for line in (*describe_skipped(sources.skipped), *_describe_text_keys(sources.files)):
+    for line in (*describe_skipped(sources.skipped), *_describe_texts(sources.files)):
         notify(line)
     if strict:
         _refuse_skipped(sources.skipped)
@@ -248,8 +248,10 @@ def _open_inputs(
     return files, own_sources
 
 
-def _describe_text_keys(files: Sequence[InputFile]) -> Iterator[str]:
-    """Yield a line for each field that has the text of files which have no `text`."""
+def _describe_texts(files: Sequence[InputFile]) -> Iterator[str]:
+    """Yield a line for each field that has the text of files which have no `text`, and for what most records lack."""
+    lacking = [Skipped(file.path, file.missing) for file in files if file.missing and not file.is_textless]
+    yield from (f"{group[0].reason} ({first_paths(group)})" for group in by_cause(lacking))
     keys = [file.text_key for file in files]
     for key in sorted(set(keys) - {""}):
         first = printable(files[keys.index(key)].path)
@@ -347,7 +349,12 @@ def _refuse_failed(
     if limit >= 1 or not (unread or failed["share"] > limit or (failed["inputs"] and not limit)):
         return
     first = sorted((item for item in skipped if item.status == "failed"), key=lambda item: item.path not in unread)
-    examples = "; ".join(f"{printable(item.path)}: {item.reason.partition('. ')[0].rstrip('.')}" for item in first[:3])
+    causes = sorted(by_cause(first), key=lambda files: first.index(files[0]))
+    examples = "; ".join(
+        f"{printable(files[0].path)}{f' and {len(files) - 1:,} more' * (len(files) > 1)}: "
+        f"{files[0].reason.partition('. ')[0].rstrip('.')}"
+        for files in causes[:3]
+    )
     advice = first[0].reason.partition(". ")[2].rstrip(".")
     what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
     allowed = math.floor(100 * failed["share"] + 1) / 100 if not unread else 1
@@ -400,9 +407,11 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
 
 def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareResult:
     output, sources = job.output, job.sources
-    write_skipped(run.store, sources.skipped)
+    expected = replace(sources, skipped=(*sources.skipped, *sources.textless))
+    write_skipped(run.store, expected.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
-    _refuse_failed(run, sources, count_failed(sources.skipped, sources.files, sum(f.bytes for f in sources.files)))
+    failed = count_failed(expected.skipped, sources.files, sum(file.bytes for file in sources.files))
+    _refuse_failed(run, expected, failed, {item.path for item in sources.textless if item.path in sources.named})
     run.store.remove_stale()
     run.progress.start(key)
     _compile_kernels(run, {file.format for file in sources.files})
@@ -417,16 +426,16 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
     before = ["dedup"] * run.recipe.dedup.active + ["tokenizer"] * needs_training
     run.progress.plan("text", *before, *getattr(output, "stages", ()))
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
-    failed = _failed(splits, texts)
+    missing = _failed(splits, texts)
     file_sizes = {file.path: file.bytes for file in sources.files}
-    unread = {item.path for item in failed if item.path in sources.named and item.bytes >= file_sizes[item.path]}
-    sources = replace(sources, skipped=(*sources.skipped, *failed))
+    unread = {item.path for item in missing if item.path in sources.named and item.bytes >= file_sizes[item.path]}
+    sources = replace(sources, skipped=(*sources.skipped, *missing))
     write_skipped(run.store, sources.skipped)
     run.progress.skipped = count_reasons(sources.skipped)
-    for line in describe_skipped(failed):
+    for line in describe_skipped(missing):
         run.on_message(line)
     if job.strict:
-        _refuse_skipped(failed)
+        _refuse_skipped(missing)
     stats = StageStats()
     sampling.count(texts, run.work, stats, run.map)
     run.progress.set_counts(stats)

@@ -14,12 +14,13 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.errors import (
     CorruptInputError,
@@ -32,8 +33,8 @@ from forebay.errors import (
     unknown_name,
 )
 from forebay.formats.base import Format, get_format, names_with
-from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text, reader_schema
-from forebay.formats.csv import first_row
+from forebay.formats.columns import READ_ERRORS, ColumnFormat, is_text, reader_schema, select_columns
+from forebay.formats.csv import first_row, header
 from forebay.formats.detect import HEAD_BYTES, SAMPLE_BYTES, detect, format_of_suffix
 from forebay.formats.encodings import ARCHIVES, is_noise
 from forebay.formats.inputs import (
@@ -49,7 +50,7 @@ from forebay.formats.inputs import (
     local_file,
     open_stored,
 )
-from forebay.formats.records import SHOWN_CHARS, Record, keys_of
+from forebay.formats.records import SHOWN_CHARS, Record, keys_of, to_record
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.addresses import is_hidden, is_url, path_or_url
@@ -88,6 +89,11 @@ class InputFiles:
     sample: float = 1.0
     scale: float = 1.0
     named: frozenset[str] = frozenset()
+
+    @property
+    def textless(self) -> list[Skipped]:
+        """The files that will fail, as far as their first records tell."""
+        return [Skipped(file.path, file.missing, "failed", file.bytes) for file in self.files if file.is_textless]
 
 
 def text_formats() -> tuple[str, ...]:
@@ -278,7 +284,7 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             file = replace(
                 file, format=name, compression=detection.compression, encoding=encoding, is_guessed=is_guessed
             )
-            return replace(file, text_key=_text_key(file, options, sample))
+            return _with_text(file, options, sample)
         reason = f"a file of the format {name}, which holds no text" if name else reason
     except HubReadError as failure:
         raise failure.error from failure
@@ -301,24 +307,35 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
     return Skipped(file.path, reason)
 
 
-def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
-    """Return the field that has the text of a file of rows, "" if it is that of the options or cannot be told.
+def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFile:
+    """Return the file with the field of its text, if that is not the one of the options, and what is missing.
 
-    Raises UnreadableInputError if a file of columns has none of TEXT_KEYS.
+    Raises UnreadableInputError if a file of columns has no such field.
     """
-    reader, names, columns = text_format(file.format), list[str](), list[str]()
-    if options.text_keys or keys_of(options)[0] != [TEXT_KEYS[0]]:
-        return ""
+    reader, names, columns, rows = text_format(file.format), list[str](), list[str](), list[Any]()
+    check: Callable[[], object] = list
+    is_named = bool(options.text_keys) or keys_of(options)[0] != [TEXT_KEYS[0]]
     if isinstance(reader, ColumnFormat):
         end = replace(file, extent=(0, 0))  # Nothing is read ahead.
         with suppress(*READ_ERRORS), reader.open_file(end, options, None) as opened:  # Reading it reports them.
             schema = reader_schema(opened)
+            check = partial(select_columns, schema, options, file)
             names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
             columns = [f"{field.name}: {field.type}" for field in schema]
     elif file.format in ("jsonl", "json", "csv"):
         head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
         text = head.decode(file.encoding or "utf-8-sig", "replace")
-        names = first_row(text, file.path) if file.format == "csv" else _json_keys(text)
+        if file.format != "csv":
+            rows = list(_first_rows(text))
+        elif names := first_row(text, file.path):
+            check = partial(header, names, options, file)
+    if is_named:
+        try:
+            check()
+        except UnreadableInputError as error:
+            return replace(file, missing=str(error).removeprefix(f"{file.path}: "), is_textless=True)
+        return _with_missing(file, options, rows)
+    names += [name for row in rows for name, value in row.items() if isinstance(value, str)]
     columns = columns or names
     field = next((key for key in TEXT_KEYS if key in names), "")
     if columns and not field and file.format not in ("jsonl", "json"):  # whose later rows may have one
@@ -328,17 +345,30 @@ def _text_key(file: InputFile, options: ReadOptions, sample: bytes) -> str:
             'Name it beside those of other files (--set \'read.text_key=["text", "NAME"]\'), or by its number in a '
             "CSV without a header (--set read.text_key=0)."
         )
-    return field if field != options.text_key else ""
+    file = replace(file, text_key=field if field != options.text_key else "")
+    return _with_missing(file, replace(options, text_key=field) if field else options, rows)
 
 
-def _json_keys(text: str) -> list[str]:
-    """Return the fields with text of the first objects."""
-    decode, names, position = json.JSONDecoder().raw_decode, dict[str, None](), 0
+def _with_missing(file: InputFile, options: ReadOptions, rows: Sequence[Any]) -> InputFile:
+    """Return the file with what most of its first rows lack."""
+    missing = [reason for row in rows if (reason := to_record(0, row, options).missing)]
+    if 2 * len(missing) < len(rows) or not missing:
+        return file
+    is_plain = not (file.compression or file.encoding or "://" in file.path)
+    is_elsewhere = is_plain and _is_elsewhere(InputSplit((file,)), keys_of(options)[0])
+    if len(missing) == len(rows) and not is_elsewhere:
+        return replace(file, missing=missing[0], is_textless=True)
+    count = f"in {len(missing)} of the first {len(rows)} records"
+    return replace(file, missing=missing[0].replace("in every record", count))
+
+
+def _first_rows(text: str) -> Iterator[Any]:
+    """Yield the first objects."""
+    decode, position = json.JSONDecoder().raw_decode, 0
     with suppress(ValueError, RecursionError):  # of the last one, which is cut
         for _ in range(_MAX_ROWS):
             row, position = decode(text, text.index("{", position))
-            names |= {name: None for name, value in row.items() if isinstance(value, str)}
-    return list(names)
+            yield row
 
 
 def split_files(files: Sequence[InputFile], options: ReadOptions) -> list[InputSplit]:
@@ -446,7 +476,7 @@ def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions)
             documents += 1
             budget.spend(len(record.text) + len(record.url) + len(record.id))
     if missing and not has_key and not _is_elsewhere(split, keys_of(options)[0]):
-        raise UnreadableInputError(missing)
+        yield replace(record, problem=missing, failed=True)
 
 
 def _is_elsewhere(split: InputSplit, keys: Sequence[str]) -> bool:

@@ -241,7 +241,7 @@ def plan(
         counts["bytes"] += source.bytes
     return {
         "inputs": by_format,
-        "skipped": count_reasons(sources.skipped),
+        "skipped": count_reasons((*sources.skipped, *sources.textless)),
         "tasks": len(splits),
         "bytes": int(sum(counts["bytes"] for counts in by_format.values()) * sources.sample),
         "workers": workers or num_cores(),

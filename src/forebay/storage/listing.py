@@ -7,9 +7,9 @@ followed if its target is below the folder; others only on request. Files of /pr
 
 import errno
 import os
+import re
 import stat
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,17 +135,28 @@ def _side_files(folder: Path, names: set[str]) -> set[str]:
 
 
 def count_reasons(skipped: Iterable[Skipped]) -> dict[str, int]:
-    """Return how many were left out, by reason."""
-    return dict(sorted(Counter(file.reason for file in skipped).items()))
+    """Return how many were left out, by the first reason of each cause."""
+    return dict(sorted((files[0].reason, len(files)) for files in by_cause(skipped)))
+
+
+def by_cause(skipped: Iterable[Skipped]) -> list[list[Skipped]]:
+    """Return what is left out in groups: the reasons of a group differ in what they got alone."""
+    groups: dict[tuple[bool, str], list[Skipped]] = {}
+    for file in skipped:
+        cause = re.sub(r", got .*?(?=\. [A-Z]|$)", "", file.reason, count=1)
+        groups.setdefault((file.status == "failed", cause), []).append(file)
+    return [files for _, files in sorted(groups.items())]
+
+
+def first_paths(files: Sequence[Skipped]) -> str:
+    """Return the first names, safe to print on a terminal."""
+    return ", ".join(printable(file.path) for file in files[:3]) + (", …" if len(files) > 3 else "")
 
 
 def describe_skipped(skipped: Iterable[Skipped]) -> list[str]:
-    """Return a line for each reason, with the first names, safe to print on a terminal."""
-    lines = []
-    by_reason: dict[tuple[bool, str], list[str]] = {}
-    for file in skipped:
-        by_reason.setdefault((file.status == "failed", file.reason), []).append(file.path)
-    for (is_failed, reason), paths in sorted(by_reason.items()):
-        shown = ", ".join(printable(path) for path in paths[:3]) + (", …" if len(paths) > 3 else "")
-        lines.append(f"left out {len(paths):,}{' that failed' if is_failed else ''}: {reason} ({shown})")
-    return lines
+    """Return a line for each cause, with the first reason and the first names."""
+    return [
+        f"left out {len(files):,}{' that failed' * (files[0].status == 'failed')}: {files[0].reason} "
+        f"({first_paths(files)})"
+        for files in by_cause(skipped)
+    ]

@@ -207,6 +207,40 @@ def test_the_field_of_the_text_is_that_of_each_file(name, data, key, tmp_path):
     assert find_inputs(tmp_path, ReadOptions(text_key=("text",))).files[0].text_key == ""
 
 
+@pytest.mark.parametrize("key", ["text", "revew", ["revew", "bdy"]])
+def test_inputs_whose_first_records_have_no_text_end_the_run_before_it_reads(key, tmp_path, monkeypatch):
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for number in range(3):
+        rows = [json.dumps({"meta": {"review": "some words"}, f"x{number}": i}) for i in range(150)]
+        (source / f"{number}.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    if key != "text":  # otherwise they are left out
+        (source / "a.parquet").write_bytes(parquet(review=["some words"]))
+        (source / "a.csv").write_text("review\nsome words\n")
+    with monkeypatch.context() as patch, pytest.raises(PrepareError, match="--set read.text_key=meta.review") as error:
+        patch.setattr("forebay.prepare.driver.process_split", None)
+        prepare(source, out, settings={"read": {"text_key": key}})
+    assert str(error.value).count("expected text under") == 1 and "0.jsonl.gz and 2 more: " in str(error.value)
+    assert len(read_lines(out / "skipped.jsonl")) == (3 if key == "text" else 5)
+
+
+def test_records_without_text_count_once(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"title": "a"}\n' * 30)
+    write_jsonl(tmp_path / "good.jsonl", ["a text"])
+    result = prepare(tmp_path, tmp_path / "out", settings={"max_error_rate": 1})
+    assert (result.documents_in, result.dropped, result.failed["inputs"]) == (31, {"empty": 30}, 1)
+    assert load_report(result.path)["totals"]["malformed"] == 0 and not (tmp_path / "out/rejects.jsonl").exists()
+
+
+def test_what_most_of_the_first_records_lack_is_told(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "Hi"}]}] * 300
+    rows[50] = {"text": "a text"}
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    messages: list[str] = []
+    prepare(tmp_path, tmp_path / "out", on_message=messages.append)
+    assert len(messages) == 1 and "in 99 of the first 100 records. These are chats: --recipe sft" in messages[0]
+
+
 def test_when_all_is_dropped_the_report_says_why(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["too short", "short"])
     for to in ("dataset", "parquet"):

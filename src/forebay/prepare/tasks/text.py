@@ -278,6 +278,9 @@ class _Reader(Rejects):
             self.num_places = max(self.num_places, record.index + 1)
             if record.problem == "blank" or not (self._is_sampled(record.index) or record.unread or record.failed):
                 continue
+            if record.missing and record.failed:  # its records count as empty
+                self._count_unread(record)
+                continue
             self.documents += 1
             count.documents_in += 1
             if record.problem:
@@ -320,7 +323,7 @@ class _Reader(Rejects):
             unread = record.unread
         if unread or record.failed:
             reason, before, records = self.failed.get(str(index), (record.problem, 0, 0))
-            self.failed[str(index)] = reason, before + unread, records + 1
+            self.failed[str(index)] = reason, before + unread, records + (not record.missing)
 
     def _records(self) -> Iterator[Record]:
         if self._stop < 0:
