@@ -104,11 +104,15 @@ def _warm(args: Namespace) -> None:
     seconds: list[float] = []
     with PrepareBar(enabled=not args.quiet) as bar:
 
-        def add(_: int, cpu_s: float) -> None:
-            seconds.append(cpu_s)
+        def show() -> None:
             bar.update(Progress("kernels", len(seconds), len(groups), "group"))
 
-        compile_groups(prepare_dataset, groups, num_cores(), add, print_note)
+        def add(_: int, cpu_s: float) -> None:
+            seconds.append(cpu_s)
+            show()
+
+        show()
+        compile_groups(prepare_dataset, groups, num_cores(), add, print_note, show)
     directory = kernel_directory()
     number = sum(1 for _ in Path(directory).rglob("*.nbc"))
     result = {"kernels": number, "groups": len(groups), "cpu_s": round(sum(seconds), 1), "path": directory}

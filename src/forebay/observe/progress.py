@@ -52,14 +52,14 @@ class PrepareBar(Closing):
 
     def update(self, progress: "Progress") -> None:
         """Show how far a stage is."""
-        if self._bar is None or progress.stage != self._stage:
+        if is_new := self._bar is None or progress.stage != self._stage:
             self.close()
             self._stage = progress.stage
             self._bar = _Bar(progress.stage, progress.total, progress.unit, self._enabled)
-        words = []
+        words = ["compiled once on this machine"] * (progress.stage == "kernels")
         if progress.remaining_s:
             words.append(f"about {_time_left(progress.remaining_s)} in all")
-        elif progress.done < progress.total:
+        elif progress.done < progress.total and not words:
             words.append("time left not known yet")
         if progress.documents_per_s:
             words.append(f"{progress.documents_per_s:,.0f} docs/s")
@@ -68,6 +68,8 @@ class PrepareBar(Closing):
         if progress.documents:
             words.append(f"kept {100 * progress.documents_kept / progress.documents:.1f} %")
         self._bar.total, self._bar.words = progress.total, words
+        if is_new and progress.stage == "kernels":  # whose first group may take long
+            self._bar.refresh()
         self._bar.show(progress.done)
 
 

@@ -102,7 +102,7 @@ def examine_kept(run: PrepareRun, corpus: Corpus) -> None:
     reasons = run.recipe.dedup.reasons
     labels = (("", "kept"), *(("dedup", reason) for reason in reasons))
     columns = tuple(corpus.stats.histograms)
-    tasks = [ExamineTask(part, labels, columns, corpus.store) for part in corpus.parts()]
+    tasks = [ExamineTask(part, labels, columns, corpus.store) for part in corpus.parts() if part.documents]
     kept_bytes = sum(run.map(examine, tasks))
     retained = add_stats(corpus.store, [stats_name(task) for task in tasks], run.map)
     if corpus.dedup is not None:
@@ -115,12 +115,12 @@ def examine_kept(run: PrepareRun, corpus: Corpus) -> None:
 def write_ids(path: Path | None, corpus: Corpus, left_out: Sequence[str]) -> None:
     """Write the source ids of kept documents, in the order of the input, a line each.
 
-    `left_out`: for each split an object of u32, the rows that deduplication kept, but of which nothing remained.
+    `left_out`: for each split that has documents an object of u32, the rows that deduplication kept, but of which nothing remained.
     """
     if path is None:
         return
     with open_atomic(path) as file:
-        for part, name in zip(corpus.parts(), left_out):
+        for part, name in zip((part for part in corpus.parts() if part.documents), left_out, strict=True):
             codes = part.drop_codes()
             codes[corpus.store.read_array(name, "<u4")] = 1
             for start, batch in part_batches(corpus.store, part.arrow, COLUMNS):

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -93,7 +94,9 @@ class Dispatcher(CPUDispatcher):  # type: ignore[misc]
         while (lock := try_acquire(path)) is None:
             time.sleep(0.05)
             if time.monotonic() - started > pause_s:
-                log.warning("kernels: waiting for another process, which compiles %s", path.stem)
+                # The bar of the run tells what its workers wait for, and that is mostly one of themselves.
+                level = logging.WARNING if parent_process() is None else logging.INFO
+                log.log(level, "kernels: waiting for another process, which compiles %s", path.stem)
                 pause_s += 10
         return lock
 

@@ -471,7 +471,8 @@ def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
         run.progress.add(usage, None)
         count(index, None)
 
-    compile_groups(prepare_dataset, groups, run.engine.num_workers or num_cores(), add, run.on_message)
+    workers = run.engine.num_workers or num_cores()
+    compile_groups(prepare_dataset, groups, workers, add, run.on_message, run.progress.tick)
 
 
 def _process_splits(

@@ -53,15 +53,17 @@ def compile_groups(
     workers: int,
     on_done: Callable[[int, float], None],
     notify: Notify,
+    on_tick: Callable[[], None],
 ) -> None:
     """Compile the kernels of groups, in up to `workers` processes; `on_done` gets a group's number and CPU seconds.
 
-    `prepare` is `prepare_dataset`.
+    `prepare` is `prepare_dataset`; `on_tick` is called about once a second.
     """
     from forebay.prepare.dispatcher import refresh
 
     refresh()  # once, before processes are forked
     with LocalEngine(workers, on_message=notify) as engine:
+        engine.on_tick = on_tick
         engine.map(partial(_compile, prepare), groups, on_done)
 
 

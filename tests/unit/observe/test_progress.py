@@ -52,6 +52,8 @@ def test_lines_without_a_terminal_have_units_and_the_time_left(monkeypatch, cloc
                 for each in (shown, quiet):
                     each.update(Progress("text", done, total, unit, remaining_s=0.0 if done else remaining_s))
                 clock.now += 10
+    with PrepareBar() as shown:
+        shown.update(Progress("kernels", 0, 6, "group"))
     with progress.bar("train", 29_000, "sample") as advance:
         for count in (14_500, -100):
             clock.now += 10
@@ -63,6 +65,7 @@ def test_lines_without_a_terminal_have_units_and_the_time_left(monkeypatch, cloc
         "text: 0 of 1 slice after 10 s, about 31 s left in all",
         "text: 1 of 1 slice after 20 s",
         "text: 1 of 1 slice after 30 s",
+        "kernels: 0 of 6 groups after 0 s, compiled once on this machine",
         "train: 14,500 of 29,000 samples after 10 s, 10 s left, 1,450 samples/s",
         "train: 14,500 of 29,000 samples after 20 s, 20 s left, 725 samples/s",
     ]

@@ -168,7 +168,7 @@ def export_files(run: PrepareRun, corpus: Corpus, format: str) -> list[WrittenFi
     run.end_of_tasks()
     files = [file for result in results for file in result.files]
     files += _write_indexes(run.store, tasks, results)
-    write_ids(run.write_ids, corpus, [task.left_out for task in tasks])
+    write_ids(run.write_ids, corpus, [task.left_out for task in tasks if task.part.documents])
     current = {file.file for file in files}
     run.store.remove(name for name in run.store.sizes("text/") if name not in current)  # of another recipe
     written, empty = sum(result.documents for result in results), sum(result.left_out for result in results)

@@ -159,9 +159,11 @@ def encode_corpus(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, sto
         part = text.part
         keys = Shuffle(recipe.slice.seed, occurrences[part.name]) if recipe.slice.shuffle else None
         occurrences[part.name] += 1
+        if not part.documents:
+            continue
         dedup = filtered.drop, filtered.cut, filtered.dedup_name
         tasks.append(EncodeTask(part, spec, run.work, *dedup, keys, run.document_ids, rendering))
-    sizes = [text.bytes_out for text in corpus.texts]
+    sizes = [text.bytes_out for text in corpus.texts if text.documents_out]
     encoded = run.map(encode, tasks, run.count_documents("encode", sizes), sizes)
     write_ids(run.write_ids, corpus, [left_out_rows(task) for task in tasks])
     count = corpus.stats.following("tokenize")
