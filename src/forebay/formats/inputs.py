@@ -127,8 +127,8 @@ class InputSplit:
 
     @property
     def kind(self) -> str:
-        """Return the format and the compression: the pace of a task and its documents depend on them."""
-        words = (self.format, self.files[0].compression, "without text" * self.files[0].is_textless) if self.files else ()
+        """Return the format, the compression and whether there is text: the pace of a task and its documents depend on them."""
+        words = (word for f in self.files[:1] for word in (f.format, f.compression, "without text" * f.is_textless))
         return " ".join(filter(None, words))
 
 

@@ -10,6 +10,7 @@ the kept text once (LZ4) and the tokens twice, three times if documents are shuf
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from forebay.prepare.lineage import is_same, lineage_of, with_hashes
 from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.text import SUFFIXES, LanguageModelOutput, TextOutput
 from forebay.prepare.outputs.tokens import DatasetOutput, MegatronOutput, ReportOutput
-from forebay.prepare.progress import RUN_FILE, ProgressRecord
+from forebay.prepare.progress import RUN_FILE, ProgressRecord, read_progress
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError, disk_errors, reserve
 from forebay.prepare.run_tokenizer import open_tokenizer, train
@@ -387,12 +388,13 @@ class _Job:
 def _run(run: PrepareRun, job: _Job) -> PrepareResult:
     output, sources = job.output, job.sources
     lineage = lineage_of(run, sources, job.tokenizer)
+    key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])
+    _check_code(run, key, output)
     if (existing := _find_existing(run, output, sources, lineage)) is not None:
         if not run.is_member:
             run.store.remove_stale()
             run.work.remove_all()
         return existing
-    key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])
     run.work.directory("")  # This user's alone: what lies there is believed.
     reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
     try:
@@ -403,6 +405,22 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
             run.work.remove_all()  # what this process wrote meanwhile
             return existing
         raise
+
+
+def _check_code(run: PrepareRun, key: str, output: Output) -> None:
+    """Raise UsageError where the user's own filter or method is another than in an earlier call for this output."""
+    code = run.progress.code = keys.code_versions((*run.recipe.stages, *run.recipe.dedup.own))
+    with suppress(PrepareError):  # There was no earlier call.
+        earlier = read_progress(run.path) if code else {"key": ""}
+        is_kept = earlier["key"] == key and (output.marker or earlier["state"] != "done")
+        before = earlier.get("code", {}) if is_kept else {}
+        both = {name: (before[name], now) for name, now in code.items() if name in before}
+        # The same code has another hash under another Python.
+        if changed := [name for name, (a, b) in both.items() if a[0] != b[0] or (a[1] == b[1] and a != b)]:
+            raise UsageError(
+                f"prepare: expected the code that {run.store.url} was made with, got another of {', '.join(changed)}. "
+                "Give it another version, and choose another directory, or remove this one."
+            )
 
 
 def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareResult:

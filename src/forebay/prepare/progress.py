@@ -40,7 +40,7 @@ MAX_LISTED = 20  # Malformed records, messages, and attempts that failed.
 LOG_BYTES = 16 << 10  # As much is kept of a process's last output, and of a traceback.
 _RECORDED = (
     "name", "output", "key", "state", "error", "started_at", "pid", "member", "num_workers", "tasks", "num_retries",
-    "counts_all", "samples", "rejects",
+    "counts_all", "samples", "rejects", "code",
 )  # fmt: skip
 """Keys of a record that are attributes of a `ProgressRecord`."""
 _MAX_SAMPLES, _MAX_CHARACTERS, _MAX_RULES, _MAX_FAILURES, _MAX_INPUTS = 3, 300, 100, 100, 20
@@ -200,6 +200,7 @@ class ProgressRecord:
         self.started_at, self._earlier_s = time.time(), 0.0
         self._first = self._ticked_at = self._written_at = self.clock()
         self.state = self.error = self.key = ""
+        self.code: dict[str, list[str]] = {}
         self._engine: Any = None
         self.pid = os.getpid()
 

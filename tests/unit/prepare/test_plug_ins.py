@@ -151,7 +151,7 @@ def test_a_function_becomes_a_filter(tmp_path, own):
     assert run(tmp_path, "use", recipe=load_recipe(settings=table, allow_code=True)).documents_out == 2
 
 
-def test_its_settings_and_version_are_part_of_what_it_is(tmp_path, own):
+def test_its_settings_and_version_are_part_of_what_it_is(tmp_path, own, monkeypatch):
     with pytest.raises(UsageError, match="min_lines: expected a whole number, got 'x'"):
         own.enough_lines(min_lines="x")
     with pytest.raises(UsageError, match="expected a default for limit"):
@@ -161,6 +161,13 @@ def test_its_settings_and_version_are_part_of_what_it_is(tmp_path, own):
     with pytest.raises(UsageError, match="holds dataset"):
         run(tmp_path, filters=[own.enough_lines(min_lines=1)])
     assert first.open().manifest.lineage["recipe"]["stages"] == [["enough_lines", {"min_lines": 3}]]
+    run(tmp_path, "page", filters=[own.enough_lines()], to="report")
+    for name, value in (("version", "2"), ("function", staticmethod(lambda batch, min_lines: batch))):
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match="got another of enough_lines. Give it ano"):
+            patch.setattr(own.enough_lines, name, value)
+            run(tmp_path, filters=[own.enough_lines()])
+    monkeypatch.setattr(own.enough_lines, "version", "3")
+    assert run(tmp_path, "page", filters=[own.enough_lines()], to="report").documents_out  # made again each time
 
 
 def test_a_method_of_deduplication(tmp_path, own):

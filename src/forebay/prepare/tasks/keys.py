@@ -3,10 +3,13 @@
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from inspect import isfunction, unwrap
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from forebay.dataset.slices import hash_file
@@ -78,6 +81,27 @@ def hash_source(source: InputFile) -> str:
         return ""
     except HubReadError as failure:
         raise failure.error from failure
+
+
+def code_versions(parts: Iterable[Any]) -> dict[str, list[str]]:
+    """Return the version, Python's version and a hash of the code of each part that is not Forebay's, by name."""
+    own = {part.name: part for part in parts if not type(part).__module__.startswith("forebay.")}
+    functions = {name: filter(isfunction, map(unwrap, vars(type(part)).values())) for name, part in own.items()}
+    hashes = {name: hash_json([_code(f.__code__, f.__doc__) for f in of_part]) for name, of_part in functions.items()}
+    return {name: [str(part.version), platform.python_version(), hashes[name]] for name, part in own.items()}
+
+
+def _code(code: CodeType, docstring: str | None = None) -> list[Any]:
+    """Return what a function does: its instructions, names and constants, without the numbers of its lines."""
+    constants = [constant for constant in code.co_consts if constant != docstring]
+    return [
+        code.co_code.hex(),
+        code.co_names,
+        [
+            _code(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+            for c in constants
+        ],
+    ]
 
 
 def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
