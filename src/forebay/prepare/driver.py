@@ -419,7 +419,7 @@ def _check_code(run: PrepareRun, key: str, output: Output) -> None:
         if changed := [name for name, (a, b) in both.items() if a[0] != b[0] or (a[1] == b[1] and a != b)]:
             raise UsageError(
                 f"prepare: expected the code that {run.store.url} was made with, got another of {', '.join(changed)}. "
-                "Give it another version, and choose another directory, or remove this one."
+                "Choose another directory, or remove this one; a changed filter needs another version."
             )
 
 

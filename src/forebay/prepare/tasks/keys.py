@@ -88,7 +88,9 @@ def code_versions(parts: Iterable[Any]) -> dict[str, list[str]]:
     own = {part.name: part for part in parts if not type(part).__module__.startswith("forebay.")}
     functions = {name: filter(isfunction, map(unwrap, vars(type(part)).values())) for name, part in own.items()}
     hashes = {name: hash_json([_code(f.__code__, f.__doc__) for f in of_part]) for name, of_part in functions.items()}
-    return {name: [str(part.version), platform.python_version(), hashes[name]] for name, part in own.items()}
+    return {
+        name: [str(getattr(part, "version", "")), platform.python_version(), hashes[name]] for name, part in own.items()
+    }
 
 
 def _code(code: CodeType, docstring: str | None = None) -> list[Any]:
