@@ -110,7 +110,7 @@ def _verify(args: Namespace) -> bool:
     else:
         for name in report.bad:
             print(f"bad: {name}")
-        advice = "Fetch or prepare these again; do not train on this dataset before."
+        advice = f"`forebay mirror GOOD_COPY {args.dataset}` fetches these again; do not train on this dataset before."
         print(report.reason or advice, file=sys.stderr)
     return not report.ok
 

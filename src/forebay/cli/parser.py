@@ -150,7 +150,7 @@ def _completions(action: argparse.Action) -> tuple[str, str]:
     """The values of an argument, and compgen's option if it takes files or directories."""
     if action.choices is not None:
         return " ".join(map(str, action.choices)), ""
-    values = " ".join(getattr(action, "values", list)())
+    values = " ".join(dict.fromkeys(getattr(action, "values", list)()))
     is_path = action.type is Path or (action.metavar is None and not action.option_strings and action.nargs != 0)
     return values, "" if values else _FILES.get(str(action.metavar), "-f" if is_path else "")
 
@@ -235,7 +235,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--env-file",
         metavar="FILE",
-        help="file with R2_DATASET_* that are not set; its other lines are not read (default: FOREBAY_ENV_FILE)",
+        help="take R2_DATASET_* that are not set from this file, and nothing else (default: FOREBAY_ENV_FILE)",
     )
     add("--identity", metavar="DIR", type=Path, help="this node, by `network join` (default: FOREBAY_IDENTITY)")
     add("--log-level", choices=LEVELS, help="default: info for servers, else warning")

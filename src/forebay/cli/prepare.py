@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import textwrap
 from argparse import Namespace
@@ -27,6 +28,7 @@ _OUTPUTS = (
 def _prepare(args: Namespace) -> None:
     if args.explain is not None:
         return _explain(args.explain)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _set_up_processes()
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
@@ -73,6 +75,9 @@ def _prepare(args: Namespace) -> None:
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
     what = f"{result['tokens']:,} tokens in {numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
+    if to == "dataset" and recipe.rows is not None and not recipe.rows.packed:
+        padding = 1 - result["tokens"] / (result["documents_out"] * recipe.rows.max_tokens)
+        what += f" of rows of {recipe.rows.max_tokens:,}, {padding:.0%} padding (see rows.max_tokens, rows.packed)"
     failed = result["failed"]
     missing = f"\n{numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
     missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
@@ -177,10 +182,12 @@ def _explain(name: str) -> None:
     """Print a shipped recipe, or what a table of one means; "" lists both."""
     from forebay.prepare.config import describe, recipe_names, recipe_text
     from forebay.prepare.recipe import STAGES
+    from forebay.prepare.scores.base import SCORERS
 
     if not name:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
-        print("tables:  read, dedup, tokenize, slice, rows, fim\n\n--explain NAME prints any of these.")
+        print(f"scores:  {', '.join(f'score.{scorer}' for scorer in SCORERS)}")
+        print("tables:  read, limits, dedup, tokenize, slice, rows, fim\n\n--explain NAME prints any of these.")
         return
     is_recipe = name in recipe_names()
     if is_recipe:

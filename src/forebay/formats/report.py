@@ -17,6 +17,7 @@ from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import TableSource
 from forebay.formats.external import TOKEN_COLUMNS
+from forebay.formats.inputs import TEXT_KEYS
 
 _MAX_FINDINGS = 1000  # Of one file or dataset.
 _FETCH = "fetch or write it again"
@@ -168,8 +169,9 @@ def check_rows(report: Report, open_table: Callable[[], TableSource]) -> None:
     try:
         table = open_table()
         report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in table.schema)[:500]
-        if any("string" in str(field.type) for field in table.schema):
-            report.metadata["text"] = "`forebay prepare` tokenizes it"
+        if texts := [field.name for field in table.schema if "string" in str(field.type)]:
+            more = "" if any(name in TEXT_KEYS for name in texts) else f" --set read.text_key={texts[0]}"
+            report.metadata["text"] = f"`forebay prepare{more}` tokenizes it"
         for batch in table.batches():
             _add_row_tokens(report, batch, num_rows)
             num_rows += batch.num_rows
@@ -177,7 +179,8 @@ def check_rows(report: Report, open_table: Callable[[], TableSource]) -> None:
             if report.is_enough(report.read_bytes):
                 break
     except (DatasetError, UsageError, MemoryError) as error:
-        report.add_finding("damaged", f"row {num_rows} or after", str(error))
+        evidence = str(error).removesuffix(" Write or fetch it again.")  # which is the advice
+        report.add_finding("damaged", f"row {num_rows} or after", evidence)
     report.add_count("rows", num_rows)
 
 

@@ -347,6 +347,9 @@ def describe(name: str) -> str:
     elif scorer != name and (scorer in SCORERS or scorer in plugins("forebay.scorers")):
         cls = load_plugin("forebay.scorers", scorer, SCORERS)
     else:
+        owners = [key for key in _tables_with_key(name.rpartition(".")[2]) if name in (key, key.partition(".")[2])]
+        if owners and name not in tables:
+            return f"keys: {', '.join(owners)}\n\n{describe(owners[0].partition('.')[0])}"
         choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
         if not choices:
             names = [*(n for n in tables if n != "stages"), *STAGES, *(f"score.{n}" for n in SCORERS)]

@@ -7,6 +7,7 @@ and recipe give the same bytes for any number of workers, any engine and any num
 the kept text once (LZ4) and the tokens twice, three times if documents are shuffled.
 """
 
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -60,6 +61,7 @@ from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task
 from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, by_cause, count_reasons, describe_skipped, first_paths
 from forebay.storage.store import Store, open_store
+from forebay.units import numbered
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
@@ -132,8 +134,9 @@ def prepare_dataset(
         workers: Processes; by default one a core (of the whole cluster, with Ray). The bytes do not depend on it.
         follow_links: Read what links in input folders lead to, also outside these folders.
         strict: Fail if an input would be left out, or cannot be read.
-        on_progress, on_message: Called in this thread. A message is of a worker that died and is tried again, or a
-            reason why inputs are left out.
+        on_progress: Called in this thread about once a second.
+        on_message: Called in this thread with what went wrong, such as a worker that died and is tried again, or a
+            reason why inputs are left out; by default a warning of the logger `forebay.prepare`.
 
     Raises:
         UsageError: If a setting is invalid, or `out` holds another dataset or is in use.
@@ -174,6 +177,7 @@ def prepare_dataset(
         raise UsageError(
             f"task: expected the local engine, which each process has, got {engine!r}. Leave out one of both."
         )
+    on_message = on_message or logging.getLogger("forebay.prepare").warning
     progress = ProgressRecord(
         store, recipe.name, output.name, workers or num_cores(), on_progress, on_message,
         member=str(share[0]) if share is not None else "",
@@ -358,12 +362,14 @@ def _refuse_failed(
     )
     advice = first[0].reason.partition(". ")[2].rstrip(".")
     what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
-    allowed = math.floor(100 * failed["share"] + 1) / 100 if not unread else 1
+    is_known = not any(item.path.endswith("/") for item in first)  # A folder may hold anything.
+    allowed = math.floor(100 * failed["share"] + 1) / 100 if is_known and not unread else 1
+    share = f"{failed['share']:.1%} of its bytes" if is_known else "an unknown share"
     raise PrepareError(
-        f"prepare: expected {what}, got {failed['share']:.1%} of its bytes in {failed['inputs']:,} inputs that failed: "
+        f"prepare: expected {what}, got {share} in {numbered(int(failed['inputs']), 'input')} that failed: "
         f"{examples}. {f'{advice}. ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
         "them; finished work is kept."
-        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (failed['share'] < 1)}"
+        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (failed['share'] < 1 or not is_known)}"
     )
 
 
@@ -388,7 +394,8 @@ class _Job:
 def _run(run: PrepareRun, job: _Job) -> PrepareResult:
     output, sources = job.output, job.sources
     lineage = lineage_of(run, sources, job.tokenizer)
-    key = keys.hash_json([lineage["recipe"], output.name, lineage["inputs"], lineage.get("parent")])
+    recipe = {**lineage["recipe"], "max_error_rate": None}  # With another one the same tasks go on.
+    key = keys.hash_json([recipe, output.name, lineage["inputs"], lineage.get("parent")])
     _check_code(run, key, output)
     if (existing := _find_existing(run, output, sources, lineage)) is not None:
         if not run.is_member:

@@ -235,7 +235,7 @@ def times_table(record: Report) -> Table:
     compiling = f" ({durations['kernels']})" if "kernels" in durations else ""
     description = (
         f"{format_seconds(record['wall_s'])} with {record['num_workers']} processes, {format_seconds(total)} of CPU, "
-        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps: {steps or 'none'}. CPU is "
+        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps of the last call: {steps or 'none'}. CPU is "
         f"without the compilation of kernels{compiling}. All but this section depends on input and recipe alone."
     )
     attempts = [
@@ -292,7 +292,11 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
     return [
         *([("failed inputs", count(failed["inputs"]), missing)] if missing else []),
         ("documents", count(t["documents_out"]), f"of {count(total)} kept ({share(t['documents_out'], total)})"),
-        ("text", format_bytes(t["bytes_out"]), f"{share(t['bytes_out'], t['bytes_in'])} of the bytes read"),
+        (
+            "text",
+            format_bytes(t["bytes_out"]),
+            f"{share(t['bytes_out'], t['bytes_in'])} of the {format_bytes(t['bytes_in'])} read, unpacked",
+        ),
         ("tokens", short(t["tokens"]), f"in {numbered(t['slices'], 'slice')}" if t["slices"] else ""),
         ("malformed", count(t["malformed"]), f"{share(t['malformed'], total)} of what was read"),
     ]

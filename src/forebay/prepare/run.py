@@ -294,8 +294,8 @@ def disk_errors(store: Store) -> Iterator[None]:
                     "are below the home directory, files of tasks below TMPDIR), then run the same command again."
                 ) from error
             raise PrepareError(
-                f"{store.url}: no space left on the device. Finished work is kept: make room (the text and three times "
-                "the tokens; of a bucket, in TMPDIR for the files of a task), then run the same command again."
+                f"{store.url}: no space left on the device. Finished work is kept. Make room for the kept text and "
+                "three times its tokens (if the output is in a bucket: in TMPDIR), then run the same command again."
             ) from error
         raise PrepareError(
             f"{error.filename or store.url}: cannot write the dataset: {error.strerror or error}."

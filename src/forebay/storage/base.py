@@ -371,9 +371,11 @@ def load_env_file(path: str | Path) -> None:
             f"{path}: cannot be read: {type(error).__name__}. Check the path and its permissions."
         ) from None
     for number, line in enumerate(lines, 1):
-        if not _OWN_LINE.match(line):
-            continue
         match = _ENV_LINE.fullmatch(line)
+        if not _OWN_LINE.match(line):
+            if match is not None and match[1].startswith(("AWS_", "GOOGLE_", "AZURE_")) and match[1] not in os.environ:
+                log.warning("%s:%d: %s is not read. Set it in the environment.", path, number, match[1])
+            continue
         if match is None:
             raise UsageError(f"{path}:{number}: expected KEY=VALUE. Quote a value with spaces.")
         name, value = match[1], match[2] or match[3] or match[4] or ""

@@ -304,7 +304,8 @@ class BucketOrigin(ObjectOrigin):
             )
         if _NO_BUCKET.search(reason):
             return PermanentError(f"{self._address}: expected a bucket, got none of that name")
-        text = f"{self.url}/{name}: {kind}: {reason}"
+        words = ": ".join(_field(str(error), part).rstrip(".") for part in ("Code", "Message"))
+        text = f"{self.url}/{name}: {kind}: {reason if words == ': ' else words}"
         if isinstance(error, ValueError | TypeError):  # of the arguments, not of the network
             return UsageError(f"{text}. Check the address and its options.")
         if (

@@ -240,15 +240,15 @@ def _label(kind: str, name: str) -> str:
 def unreachable(label: str, reason: str, tries: int, elapsed_s: float) -> DownloadError:
     """The error for a hub that does not respond."""
     if label.startswith("tokenizer"):
-        advice = "name a tokenizer.json that is here, or `bytes`, which needs none"
+        advice = "name a tokenizer.json that is here, or `bytes` or `train:VOCAB`, which need none"
     elif "tiny-shakespeare" in label.replace("_", "-"):
         advice = "name files that are here"
     else:
         advice = "take tiny_shakespeare: a part of it comes with the package"
     endpoint = hub_endpoint()
     return DownloadError(
-        f"Failed to download {label}: expected an answer of {endpoint}, got {reason.removeprefix(f'{endpoint}: ')} "
-        f"(tries: {tries}, {elapsed_s:.1f} s). Check the internet connection and HF_ENDPOINT, or {advice}."
+        f"Failed to download {label}: no connection to {endpoint} ({reason.removeprefix(f'{endpoint}: ')}; "
+        f"tries: {tries}, {elapsed_s:.1f} s). Check the internet connection and HF_ENDPOINT, or {advice}."
     )
 
 

@@ -139,7 +139,7 @@ def test_an_input_that_fails_is_told_everywhere_and_counts_by_its_bytes(way, tmp
     assert main([*command, str(tmp_path / "more"), str(source)]) == is_error
     if is_error:
         message = capsys.readouterr().err
-        assert f"sub/{name}: " in message and "% of its bytes in 1 inputs that failed" in message
+        assert f"sub/{name}: " in message and "% of its bytes in 1 input that failed" in message
         assert "--set max_error_rate=" in message and "skipped.jsonl" in message
         assert not (tmp_path / "more/manifest.json").exists()
         assert len(read_lines(tmp_path / "more/skipped.jsonl")) == 1

@@ -289,6 +289,7 @@ def _serve(pipe: Any, log: Path) -> None:
 def _set_up_worker() -> None:
     base.use_one_core()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":
         with suppress(OSError):  # out of memory: the kernel kills a worker rather than its parent

@@ -176,6 +176,7 @@ def _set_up_fork(status: mmap.mmap) -> None:
     _current.status = status
     faulthandler.disable()  # the end of this process is no failure of ours
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     use_one_core()

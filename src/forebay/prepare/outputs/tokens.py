@@ -153,6 +153,11 @@ def encode_corpus(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, sto
     rendering = recipe.rows.conversations() if recipe.rows else recipe.fim
     if recipe.fim is not None:
         recipe.fim.sentinels(spec)  # fail now rather than in a worker
+    if recipe.rows and (missing := recipe.rows.conversations().missing_tokens(spec)):
+        run.on_message(
+            f"rows.template: the tokenizer has no tokens {', '.join(missing)}, which become several each. Choose one that "
+            "has them, or --set rows.template=plain."
+        )
     occurrences: Counter[str] = Counter()
     tasks = []
     for text, filtered in zip(corpus.texts, corpus.parts()):

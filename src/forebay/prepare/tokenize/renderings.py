@@ -15,7 +15,7 @@ side by side) and 4.4 (cuts at characters); Lozhkov et al. 2024 (StarCoder2) for
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -89,6 +89,12 @@ class Conversations(Settings):
     def fields(self) -> list[Any]:
         """All that the result depends on."""
         return ["conversations", 2, asdict(self)]
+
+    def missing_tokens(self, spec: EncoderSpec) -> list[str]:
+        """Return the special tokens that the template names and the tokenizer lacks: they are spelt out."""
+        text = self.chat_template or "".join(astuple(self.template))
+        _, special = vocabulary_of(spec)
+        return [name for name in dict.fromkeys(re.findall(r"<\|\w+\|>", text)) if name not in special]
 
     def encode(self, spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[Array, I64, dict[str, int]]:
         """Tokens with `TRAINED` set where they are, lengths (0: dropped), counts.
