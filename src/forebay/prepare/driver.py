@@ -421,9 +421,7 @@ def _check_code(run: PrepareRun, key: str, output: Output) -> None:
         earlier = read_progress(run.path) if code else {"key": ""}
         is_kept = earlier["key"] == key and (output.marker or earlier["state"] != "done")
         before = earlier.get("code", {}) if is_kept else {}
-        both = {name: (before[name], now) for name, now in code.items() if name in before}
-        # The same code has another hash under another Python.
-        if changed := [name for name, (a, b) in both.items() if a[0] != b[0] or (a[1] == b[1] and a != b)]:
+        if changed := [name for name in code if before.get(name, code[name]) != code[name]]:
             raise UsageError(
                 f"prepare: expected the code that {run.store.url} was made with, got another of {', '.join(changed)}. "
                 "Choose another directory, or remove this one; a changed filter needs another version."

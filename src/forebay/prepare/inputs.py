@@ -14,11 +14,10 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -313,27 +312,26 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
     Raises UnreadableInputError if a file of columns has no such field.
     """
     reader, names, columns, rows = text_format(file.format), list[str](), list[str](), list[Any]()
-    check: Callable[[], object] = list
     is_named = bool(options.text_keys) or keys_of(options)[0] != [TEXT_KEYS[0]]
-    if isinstance(reader, ColumnFormat):
-        end = replace(file, extent=(0, 0))  # Nothing is read ahead.
-        with suppress(*READ_ERRORS), reader.open_file(end, options, None) as opened:  # Reading it reports them.
-            schema = reader_schema(opened)
-            check = partial(select_columns, schema, options, file)
-            names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
-            columns = [f"{field.name}: {field.type}" for field in schema]
-    elif file.format in ("jsonl", "json", "csv"):
-        head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
-        text = head.decode(file.encoding or "utf-8-sig", "replace")
-        if file.format != "csv":
-            rows = list(_first_rows(text))
-        elif names := first_row(text, file.path):
-            check = partial(header, names, options, file)
+    try:
+        if isinstance(reader, ColumnFormat):
+            end = replace(file, extent=(0, 0))  # Nothing is read ahead.
+            with suppress(*READ_ERRORS), reader.open_file(end, options, None) as opened:  # Reading it reports them.
+                schema = reader_schema(opened)
+                if is_named:
+                    select_columns(schema, options, file)
+                names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
+                columns = [f"{field.name}: {field.type}" for field in schema]
+        elif file.format in ("jsonl", "json", "csv"):
+            head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
+            text = head.decode(file.encoding or "utf-8-sig", "replace")
+            if file.format != "csv":
+                rows = list(_first_rows(text))
+            elif (names := first_row(text, file.path)) and is_named:
+                header(names, options, file)
+    except UnreadableInputError as error:
+        return replace(file, missing=str(error).removeprefix(f"{file.path}: "), is_textless=True)
     if is_named:
-        try:
-            check()
-        except UnreadableInputError as error:
-            return replace(file, missing=str(error).removeprefix(f"{file.path}: "), is_textless=True)
         return _with_missing(file, options, rows)
     names += [name for row in rows for name, value in row.items() if isinstance(value, str)]
     columns = columns or names

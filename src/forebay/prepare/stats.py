@@ -140,13 +140,10 @@ class ThresholdTable:
             documents = stats.bins["kept"].total() + dropped
             if kind == "low" and limit == 0 and not dropped:
                 continue
-            most = float(
-                float_of(np.array([max(map(max, filter(None, stats.bins.values())))], np.uint64) << _FINE_SHIFT)[0]
-            )
             near = [
                 (t, n)
                 for t, n in zip(neighbours(limit), stats.failing)
-                if (not stats.is_whole or t == int(t)) and not (max(limit, most) <= 1 < t)  # which is a share
+                if (not stats.is_whole or t == int(t)) and not 0 < limit < 1 < t  # It is a share.
             ]
             entries.append({
                 "stage": stage, "reason": reason, "kind": kind, "threshold": limit, "documents": documents,

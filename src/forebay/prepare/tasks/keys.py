@@ -1,15 +1,16 @@
 """The hashes by which tasks are named and random choices are made, and the versions that a result depends on."""
 
+import ast
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from inspect import isfunction, unwrap
+from inspect import getsource
 from pathlib import Path
-from types import CodeType
+from textwrap import dedent
 from typing import Any
 
 from forebay.dataset.slices import hash_file
@@ -84,26 +85,15 @@ def hash_source(source: InputFile) -> str:
 
 
 def code_versions(parts: Iterable[Any]) -> dict[str, list[str]]:
-    """Return the version, Python's version and a hash of the code of each part that is not Forebay's, by name."""
-    own = {part.name: part for part in parts if not type(part).__module__.startswith("forebay.")}
-    functions = {name: filter(isfunction, map(unwrap, vars(type(part)).values())) for name, part in own.items()}
-    hashes = {name: hash_json([_code(f.__code__, f.__doc__) for f in of_part]) for name, of_part in functions.items()}
-    return {
-        name: [str(getattr(part, "version", "")), platform.python_version(), hashes[name]] for name, part in own.items()
-    }
-
-
-def _code(code: CodeType, docstring: str | None = None) -> list[Any]:
-    """Return what a function does: its instructions, names and constants, without the numbers of its lines."""
-    constants = [constant for constant in code.co_consts if constant != docstring]
-    return [
-        code.co_code.hex(),
-        code.co_names,
-        [
-            _code(c) if isinstance(c, CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
-            for c in constants
-        ],
-    ]
+    """Return the version and a hash of the code, without comments, of each part that is not Forebay's, by name."""
+    versions = {}
+    for part in parts:
+        kind = type(part)
+        with suppress(OSError, TypeError, SyntaxError):  # It was typed into an interpreter.
+            if not kind.__module__.startswith("forebay."):
+                code = ast.unparse(ast.parse(dedent(getsource(getattr(kind, "function", kind)))))
+                versions[part.name] = [str(getattr(part, "version", "")), hash_json(code)]
+    return versions
 
 
 def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
