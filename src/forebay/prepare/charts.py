@@ -79,7 +79,7 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
         if figures:
             shown = [format_bytes(value) if name.endswith("_bytes") else short(value) for value in figures]
             yield f"  {label}", shown[0] + (f"  ({shown[1]} to {shown[2]})" if len(shown) == 3 else "")
-    if any(stage["stage"] == "dedup" for stage in report.get("funnel", [])):
+    if any(stage["stage"] == "dedup" for stage in report["funnel"]):
         yield "", "more copies are found in the whole input than in a sample: fewer documents stay"
     cost = report["cost"]
     expected, *bounds = map(format_seconds, cost["wall_s"])
@@ -143,7 +143,7 @@ def chart(data: Entry, thresholds: Sequence[float], bounds: tuple[float, float] 
 
 def rule_charts(report: Entry) -> Iterator[Json]:
     """What the page shows of each rule: its chart, other thresholds, and the documents nearest to it."""
-    rules = report.get("rules", [])
+    rules = report["rules"]
     max_dropped = sorted((rule["dropped"] for rule in rules), reverse=True)[:3]
     for rule in rules:
         yield {
@@ -158,7 +158,7 @@ def rule_charts(report: Entry) -> Iterator[Json]:
                     count(e["dropped"]),
                     share(e["dropped"], rule["documents"]),
                 )
-                for e in rule.get("neighbours", [])
+                for e in rule["neighbours"]
             ],
             "nearest": [
                 (side, [{**e, "value": number(float(e["value"]))} for e in rule["nearest"][side]])

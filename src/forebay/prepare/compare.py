@@ -35,17 +35,7 @@ class Comparison(Json):
 
 
 def compare_reports(a: Report, b: Report) -> Comparison:
-    """What two reports differ in: `recipe` has the settings that differ, `rules` every rule of either.
-
-    Raises:
-        DatasetError: If one is of an earlier version.
-    """
-    for side, report in zip(SIDES, (a, b)):
-        if not report.get("version"):
-            raise DatasetError(
-                f"report {side.upper()} ({report.get('name')}): expected one with a version, got one of an earlier "
-                "forebay. Prepare it again."
-            )
+    """What two reports differ in: `recipe` has the settings that differ, `rules` every rule of either."""
     of_a, of_b = (dict(_settings(report["recipe"])) for report in (a, b))
     keys = dict.fromkeys([*of_a, *of_b])
     stages = {key: key.partition(".")[0] for key in keys if of_a.get(key) != of_b.get(key)}
@@ -63,7 +53,7 @@ def compare_reports(a: Report, b: Report) -> Comparison:
 
 
 def _summary(report: Report) -> Json:
-    totals = {name: report["totals"].get(name, 0) for name, _ in _TOTALS}
+    totals = {name: report["totals"][name] for name, _ in _TOTALS}
     return {"name": report["name"], "id": report["id"], "totals": totals, "is_sample": "sample" in report}
 
 
@@ -94,7 +84,7 @@ def _rules(a: Report, b: Report) -> list[Json]:
     counts: dict[tuple[str, str], list[int]] = {}
     for index, report in enumerate((a, b)):
         for stage in report["funnel"]:
-            for reason, dropped in stage.get("dropped", {}).items():
+            for reason, dropped in stage["dropped"].items():
                 counts.setdefault((stage["stage"], reason), [0, 0])[index] += dropped
     read = [report["totals"]["documents_in"] for report in (a, b)]
     intervals = [
@@ -117,7 +107,7 @@ def _thresholds(a: Report, b: Report) -> list[Json]:
     """What each rule with a threshold measured: the entries of both reports by rule, in the order of the recipe."""
     by_rule: dict[tuple[str, str, str], dict[str, list[Any]]] = {}
     for side, report in zip(SIDES, (a, b)):
-        for rule in report.get("rules", []):
+        for rule in report["rules"]:
             key = rule["stage"], rule["reason"], rule["kind"]
             entry = {name: rule[name] for name in ("threshold", "documents", "dropped", "histogram")}
             by_rule.setdefault(key, {"a": [], "b": []})[side].append(entry)

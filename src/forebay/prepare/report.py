@@ -121,7 +121,7 @@ class PreparationReport(Json):
             [f"{name.lead}{name.text}" if isinstance(name, Link) else name, *cells[:3]]
             for name, *cells in funnel.rows
         ]  # fmt: skip
-        return html.card(f"Report of {self.get('name')}", fields, html.table(funnel.heads[:4], rows))
+        return html.card(f"Report of {self['name']}", fields, html.table(funnel.heads[:4], rows))
 
 
 def load_report(path: str | os.PathLike[str]) -> PreparationReport:
@@ -144,11 +144,10 @@ def load_report(path: str | os.PathLike[str]) -> PreparationReport:
         raise DatasetError(
             f"{file}: expected a report of forebay prepare, got what cannot be read ({error})."
         ) from error
-    if not isinstance(report, dict):
-        raise DatasetError(f"{file}: expected a report of forebay prepare, got {type(report).__name__}.")
-    if (made_by := report.get("version", 0)) not in range(REPORT_VERSION + 1):
+    version = report.get("version") if isinstance(report, dict) else None
+    if version != REPORT_VERSION:
         raise DatasetError(
-            f"{file}: expected a report of version {REPORT_VERSION} or below, got {made_by!r}. Update forebay."
+            f"{file}: expected a report of version {REPORT_VERSION}, got {version!r}. Use the forebay that wrote it."
         )
     return PreparationReport(report)
 
@@ -179,11 +178,11 @@ def render(report: Report, times: Report | None = None) -> str:
     data = json.dumps(report, ensure_ascii=True, separators=(",", ":"))
     for char in "&<>":
         data = data.replace(char, f"\\u{ord(char):04x}")
-    recipe = json.dumps(report["recipe"], indent=2, ensure_ascii=False) if report.get("recipe") else ""
-    subtitle = f"{report.get('id') or ''} written by {report.get('created_with') or 'forebay'}"
+    recipe = json.dumps(report["recipe"], indent=2, ensure_ascii=False)
+    subtitle = f"{report['id']} written by {report['created_with']}"
     tables = [table for table in _tables(report) if table.rows]
     return render_page(
-        report.get("name") or "dataset", subtitle,
+        report["name"], subtitle,
         [table for table in tables if table.title in FIRST], list(rule_charts(report)),
         [table for table in tables if table.title not in FIRST],
         totals=list(_totals(report)), groups=_samples(report), times=times_table(times) if times else None,
@@ -249,15 +248,15 @@ def times_table(record: Report) -> Table:
 
 def render_text(report: Report, times: Report | None = None) -> str:
     """For a terminal of 80 columns, ending in a newline: the funnel, what a sample says of the whole input, times."""
-    lines = [str(report.get("name") or "dataset")]
+    lines = [report["name"]]
     lines += [f"{label}: {value} {detail}" for label, value, detail in _totals(report)]
     total = _documents_in(report)
     for kind, label, documents in _funnel(report):
         figures = f"{count(documents):>15} {'' if kind == 'changed' else share(documents, total):>9}"
         lines.append(f"{cut(_PREFIXES[kind] + label, 80 - len(figures)):<{80 - len(figures)}}{figures}")
-    if report.get("sample"):
+    if "sample" in report:
         lines += ["", f"{'dropped of what reaches a rule':<39}  share  with other thresholds"]
-        lines += [f"{cut(name, 38):<39}{text}" for name, text in rule_lines(report.get("rules", []))]
+        lines += [f"{cut(name, 38):<39}{text}" for name, text in rule_lines(report["rules"])]
         lines.append("")
         for label, text in sample_lines(report):
             lines += textwrap.wrap(text, 80, initial_indent=f"{label:<22}", subsequent_indent=" " * 22)
@@ -280,14 +279,11 @@ def _template() -> jinja2.Template:
 
 
 def _documents_in(report: Report) -> int:
-    funnel = report.get("funnel", [])
-    return int(funnel[0].get("documents_in", 0) if funnel else report.get("totals", {}).get("documents_in", 0))
+    return int(report["funnel"][0]["documents_in"])
 
 
 def _totals(report: Report) -> list[tuple[str, str, str]]:
-    t = dict.fromkeys(("documents_out", "bytes_in", "bytes_out", "tokens", "slices", "malformed"), 0)
-    t |= report.get("totals", {})
-    total, failed = _documents_in(report), report.get("failed") or {"inputs": 0}
+    t, total, failed = report["totals"], _documents_in(report), report["failed"]
     missing = f"{share(failed['share'], 1)} of the bytes are missing" if failed["inputs"] else ""
     return [
         *([("failed inputs", count(failed["inputs"]), missing)] if missing else []),
@@ -304,25 +300,25 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
 
 def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
     """Kind (of _PREFIXES), label and documents, or changes of their text, of each line of the funnel."""
-    for stage in report.get("funnel", []):
-        yield "stage", str(stage.get("stage", "")), stage.get("documents_out", 0)
+    for stage in report["funnel"]:
+        yield "stage", stage["stage"], stage["documents_out"]
         for kind in ("dropped", "changed"):
-            for label, n in sorted(stage.get(kind, {}).items(), key=lambda item: (-item[1], item[0])):
+            for label, n in sorted(stage[kind].items(), key=lambda item: (-item[1], item[0])):
                 if n:
                     yield kind, label, n
 
 
 def _tables(report: Report) -> Iterator[Table]:
     total = _documents_in(report)
-    failed = [item for item in report.get("skipped_files", []) if item.get("status") == "failed"]
-    failed.sort(key=lambda item: -item.get("bytes", 0))
-    totals = {"inputs": 0, "bytes": 0, **report.get("failed", {})}
+    failed = [item for item in report["skipped_files"] if item["status"] == "failed"]
+    failed.sort(key=lambda item: -item["bytes"])
+    totals = report["failed"]
     about = f"{numbered(totals['inputs'], 'input')}: {format_bytes(totals['bytes'])} are missing. Here are the largest."
-    inputs, rejects = list(report.get("inputs", [])), report.get("rejects", [])[:MAX_REJECTS]
+    inputs, rejects = report["inputs"], report["rejects"][:MAX_REJECTS]
     if extra := inputs[MAX_INPUTS:]:
-        summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
+        summed = {key: sum(item[key] for item in extra) for key in ("bytes", "documents", "malformed")}
         inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", **summed}]
-    if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
+    if (more := report["totals"]["malformed"] - len(rejects)) > 0 and rejects:
         rejects.append({"where": f"{count(more)} more are not shown"})
     shown = {**report, **report.get("contamination", {}), "failures": failed[:MAX_FAILED], "inputs": inputs}
     lists = [_list_table({**shown, "rejects": rejects}, line) for line in _LISTS.splitlines()]
@@ -342,7 +338,7 @@ def _tables(report: Report) -> Iterator[Table]:
     description = "After each stage; − dropped, by rule, of which there are samples below; ~ changes of texts, by kind."
     yield Table("Funnel", ("Stage, rule", "Documents", "Changes", "Of all", "bar"), stages, description)
     yield from lists[1:3]
-    for title, data in report.get("histograms", {}).items():
+    for title, data in report["histograms"].items():
         bins = list(_bins(data))
         max_documents = max((max(read, retained) for _, read, retained in bins), default=0)
         rows = [
@@ -352,7 +348,7 @@ def _tables(report: Report) -> Iterator[Table]:
         yield Table(f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), rows)
     yield lists[3]
     for title, key in (("Languages", "languages"), ("Subsets", "subsets")):
-        counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get(key, {}).items()]
+        counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report[key].items()]
         counts.sort(key=lambda row: (-row[1], row[0]))
         if rest := counts[MAX_LANGUAGES:]:
             others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
@@ -402,13 +398,12 @@ def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
 def _samples(report: Report) -> list[Json]:
     """The samples by rule: those that are kept first."""
     groups: dict[tuple[str, str], list[Report]] = {}
-    for sample in report.get("samples", []):
-        groups.setdefault((str(sample.get("stage", "")), str(sample.get("reason", ""))), []).append(sample)
+    for sample in report["samples"]:
+        groups.setdefault((sample["stage"], sample["reason"]), []).append(sample)
     dropped = {
-        (stage.get("stage", ""), reason): n
-        for stage in report.get("funnel", []) for reason, n in stage.get("dropped", {}).items()
+        (stage["stage"], reason): n for stage in report["funnel"] for reason, n in stage["dropped"].items()
     }  # fmt: skip
-    rules = {(rule["stage"], rule["reason"]): rule for rule in report.get("rules", [])}
+    rules = {(rule["stage"], rule["reason"]): rule for rule in report["rules"]}
     shown = []
     for number, (key, samples) in enumerate(sorted(groups.items(), key=lambda item: bool(item[0][0]))):
         about = ""
@@ -426,6 +421,6 @@ def _samples(report: Report) -> list[Json]:
 def _tips(report: Report) -> dict[tuple[str, str], tuple[str, str]]:
     """By rule: where samples of what it dropped are on the page, and a description."""
     tips = {group["key"]: (group["id"], group["about"]) for group in _samples(report)}
-    if report.get("rejects"):
+    if report["rejects"]:
         tips["read", "malformed"] = ("malformed-records", "Records that could not be read, with the reason.")
     return tips

@@ -37,12 +37,17 @@ def example(text: str = "") -> dict:
     ]
     samples += [{**samples[0], "stage": "", "reason": "kept"}, {**samples[1], "url": "javascript:alert(1)"}]
     return {
+        **dict.fromkeys(("skipped_files", "rules", "thresholds", "subsets"), {}),
+        "version": 1,
+        "failed": {"inputs": 0, "bytes": 0},
         "name": text or "small",
         "id": text,
         "created_with": text,
         "recipe": {"dedup": {"ngram": 5, "text": [text]}},
-        "totals": {"documents_out": documents, "tokens": 391_223_114, "slices": 12, "malformed": 412},
-        "inputs": [{"name": text or str(i), "format": text, "bytes": 98, "documents": 12} for i in range(64)],
+        "totals": {**counts, "tokens": 391_223_114, "slices": 12, "malformed": 412},
+        "inputs": [
+            {"name": text or str(i), "format": text, "bytes": 98, "documents": 12, "malformed": 0} for i in range(64)
+        ],
         "funnel": stages,
         "histograms": {text or "n": {"edges": list(range(31)), "read": [9] * 30, "kept": [3] * 30}},
         "languages": {"en": {"read": 612_001, "kept": 367_200}, text or "zh": {"read": 61_200, "kept": 0}},
