@@ -135,24 +135,19 @@ def _set_up_processes() -> None:
 
 def _recipe(args: Namespace) -> Recipe:
     """The shipped recipe, changed by the file, then by single settings, then by options."""
-    from forebay.prepare.config import check_method, load_recipe, merge, stage_group
+    from forebay.prepare.config import check_method, load_recipe, merge, stage_group, without_none
 
     options = {
         "sample": args.sample, "tokenize": {"tokenizer": args.tokenizer},
         "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
-    settings = merge(parse_settings(args.set), _without_none(options))
+    settings = merge(parse_settings(args.set), without_none(options))
     for name in _names(args.filter):
         for stage in stage_group(name):
             settings = merge(settings, {stage: {}})
     for name in _names(args.dedup):
         settings = merge(settings, {"dedup": {check_method(name): True}})
     return load_recipe(args.recipe, args.config, settings, allow_code=args.allow_code)
-
-
-def _without_none(tables: dict[str, Any]) -> dict[str, Any]:
-    tables = {key: _without_none(value) if isinstance(value, dict) else value for key, value in tables.items()}
-    return {key: value for key, value in tables.items() if value not in (None, {})}
 
 
 def _names(text: str | None) -> list[str]:

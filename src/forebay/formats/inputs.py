@@ -127,7 +127,7 @@ class InputSplit:
 
     @property
     def kind(self) -> str:
-        """Return the format, the compression and whether there is text: the pace of a task and its documents depend on them."""
+        """Return what the pace of a task and its documents depend on: format, compression, whether there is text."""
         words = (word for f in self.files[:1] for word in (f.format, f.compression, "without text" * f.is_textless))
         return " ".join(filter(None, words))
 

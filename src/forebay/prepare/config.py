@@ -94,7 +94,7 @@ def apply_settings(
     recipe: Recipe, settings: Sequence[Mapping[str, Any]], filters: Sequence[str | Stage], dedup: Sequence[str | Method]
 ) -> Recipe:
     """The recipe with nested settings laid over it, None being no setting, and with more stages and methods."""
-    layers: list[Layer] = [("", _without_none(tables)) for tables in settings]
+    layers: list[Layer] = [("", without_none(tables)) for tables in settings]
     for name in filters:
         if isinstance(name, str):
             has_code = ":" in name
@@ -133,9 +133,10 @@ def check_method(name: str) -> str:
     return name
 
 
-def _without_none(tables: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables without the settings that are None."""
     present = {key: value for key, value in tables.items() if value is not None}
-    return {key: _without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
+    return {key: without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
 
 
 def merge(below: Any, above: Any) -> Any:

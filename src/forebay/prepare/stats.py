@@ -75,11 +75,11 @@ class ThresholdStats:
 
 
 def neighbours(limit: float) -> list[float]:
-    """A threshold and those around it, ascending: its multiples, and whole numbers near a whole one."""
+    """A threshold and others around it, ascending: multiples, whole numbers near a whole one; of a share up to 1."""
     near = {float(f"{limit * factor:.2g}") for factor in _FACTORS} if limit else {-1.0, -0.5, -0.1, 0.1, 0.5, 1.0}
     if limit == int(limit):
         near |= {limit - 1, limit + 1, *(float(round(limit * factor)) for factor in _FACTORS)}
-    return sorted({*near, limit})
+    return sorted(value for value in {*near, limit} if not 0 < limit < 1 < value)
 
 
 class ThresholdTable:
@@ -140,11 +140,7 @@ class ThresholdTable:
             documents = stats.bins["kept"].total() + dropped
             if kind == "low" and limit == 0 and not dropped:
                 continue
-            near = [
-                (t, n)
-                for t, n in zip(neighbours(limit), stats.failing)
-                if (not stats.is_whole or t == int(t)) and not 0 < limit < 1 < t  # It is a share.
-            ]
+            near = [(t, n) for t, n in zip(neighbours(limit), stats.failing) if not stats.is_whole or t == int(t)]
             entries.append({
                 "stage": stage, "reason": reason, "kind": kind, "threshold": limit, "documents": documents,
                 "dropped": dropped, "histogram": bars(stats.bins),

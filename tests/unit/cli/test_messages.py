@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,15 @@ def test_roles_names_and_keys_of_a_network(node, tmp_path, capsys):
     assert after["expires"] >= before["expires"] and after == before | {"expires": after["expires"]}
 
 
-OTHERS = ["HF_DATASETS_NAME=my run 3", 'JSON={"a": 1}', "MOTD=it's fine", "export PATH", "# a comment", ""]
+OTHERS = [
+    "AWS_REGION=eu",
+    "HF_DATASETS_NAME=my run 3",
+    'JSON={"a": 1}',
+    "MOTD=it's fine",
+    "export PATH",
+    "# a comment",
+    "",
+]
 OWN = ["R2_DATASET_BUCKET_NAME=b", "export DATASET_BINS_PATH='remote/'", "R2_DATASET_READ_ACCESS_KEY_ID = id-1"]
 
 
@@ -129,4 +138,12 @@ def test_an_env_file_has_lines_of_others_and_its_empty_keys_are_told(
         options = []
     assert forebay(*(options + command if how == "before" else command + options)) == 2
     printed = capsys.readouterr().err
-    assert message in printed and "id-1" not in printed
+    assert message in printed and "id-1" not in printed and "run.env:1: AWS_REGION is not read. Set it" in printed
+
+
+def test_a_preparation_that_is_terminated_says_that_it_continues(monkeypatch, tmp_path, corpus):
+    monkeypatch.setattr("forebay.prepare.driver.prepare_dataset", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):  # of which `__main__` tells
+        forebay("prepare", corpus, "--out", tmp_path / "d", "--tokenizer", "bytes")
+    signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare.corpus import count_failed
 from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.outputs import tokens
+from forebay.prepare.progress import read_progress
 from forebay.prepare.report import load_report
+from forebay.storage.listing import Skipped
 from support.preparing import InProcessWorker, prepare, read_lines, write_jsonl
 
 NO_PAGES = b"WARC/1.0\r\nWARC-Type: request\r\nContent-Length: 3\r\n\r\nGET\r\n\r\n"
@@ -176,6 +179,23 @@ def test_a_folder_and_a_file_that_may_not_be_read():
     assert count_failed(listed.skipped, listed.files, 700)["share"] == 1  # nobody knows what is in a folder
 
 
+def test_a_folder_that_cannot_be_read_is_an_unknown_share(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", ["a text"])
+    entries = [path, Skipped(f"{tmp_path}/b/", "cannot be read: Permission denied", "failed", -1)]
+    monkeypatch.setattr("forebay.prepare.inputs.list_files", lambda *_, **__: entries)
+    with pytest.raises(PrepareError, match=r"got an unknown share in 1 input that failed: .*max_error_rate=1\."):
+        prepare(tmp_path, tmp_path / "d")
+    started_at = 0.0
+    write_jsonl(path, ["a text", *[{"text": 5}] * 9])
+    entries.pop()
+    for settings in ({}, {"max_error_rate": 1}):  # the same work goes on, and its time
+        with suppress(PrepareError):
+            prepare(tmp_path, tmp_path / "d", settings=settings)
+        record = read_progress(tmp_path / "d")
+        assert started_at in (0, record["started_at"])
+        started_at = record["started_at"]
+
+
 def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path):
     source = tmp_path / "in"
     (source / "sub").mkdir(parents=True)
@@ -219,7 +239,10 @@ def test_inputs_whose_first_records_have_no_text_end_the_run_before_it_reads(key
     if key != "text":  # otherwise they are left out
         (source / "a.parquet").write_bytes(parquet(review=["some words"]))
         (source / "a.csv").write_text("review\nsome words\n")
-    with monkeypatch.context() as patch, pytest.raises(PrepareError, match="--set read.text_key=meta.review") as error:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(PrepareError, match=r"--set read\.text_key=meta\.review") as error,
+    ):
         patch.setattr("forebay.prepare.driver.process_split", None)
         prepare(source, out, settings={"read": {"text_key": key}})
     assert str(error.value).count("expected text under") == 1 and "0.jsonl.gz and 2 more: " in str(error.value)

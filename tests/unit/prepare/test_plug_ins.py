@@ -163,7 +163,7 @@ def test_its_settings_and_version_are_part_of_what_it_is(tmp_path, own, monkeypa
     assert first.open().manifest.lineage["recipe"]["stages"] == [["enough_lines", {"min_lines": 3}]]
     run(tmp_path, "page", filters=[own.enough_lines()], to="report")
     for name, value in (("version", "2"), ("function", staticmethod(own.no_shouting.function))):
-        with monkeypatch.context() as patch, pytest.raises(UsageError, match="got another of enough_lines. Choose"):
+        with monkeypatch.context() as patch, pytest.raises(UsageError, match=r"another of enough_lines\. Choose"):
             patch.setattr(own.enough_lines, name, value)
             run(tmp_path, filters=[own.enough_lines()])
     monkeypatch.setattr(own.enough_lines, "version", "3")

@@ -82,6 +82,7 @@ def test_sizes():
 def test_a_table_explains_itself():
     text = describe("gopher_quality")
     assert "min_words = 50" in text and "Rae et al. 2021" in text
+    assert "keys: dedup.minhash" in describe("minhash") and "id_key" in describe("read.text_key")
     assert "bands = 16" in describe("dedup") and "max_tokens = 2048" in describe("rows")
     with pytest.raises(UsageError, match="Did you mean 'fineweb'"):
         describe("finewebb")

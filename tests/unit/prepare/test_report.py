@@ -37,7 +37,7 @@ def example(text: str = "") -> dict:
     ]
     samples += [{**samples[0], "stage": "", "reason": "kept"}, {**samples[1], "url": "javascript:alert(1)"}]
     return {
-        **dict.fromkeys(("skipped_files", "rules", "thresholds", "subsets"), {}),
+        **{key: {} for key in ("skipped_files", "rules", "thresholds", "subsets")},
         "version": 1,
         "failed": {"inputs": 0, "bytes": 0},
         "name": text or "small",

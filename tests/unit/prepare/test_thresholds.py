@@ -76,6 +76,7 @@ def test_each_threshold_of_several_has_its_own():
 def test_neighbours_are_around_a_threshold():
     assert neighbours(50) == [25, 38, 45, 49, 50, 51, 55, 62, 75]
     assert neighbours(0.1) == [0.05, 0.075, 0.09, 0.1, 0.11, 0.12, 0.15]
+    assert neighbours(0.8)[-1] == 1  # It is a share.
     assert 0 in neighbours(0) and len(neighbours(0)) > 4
     assert all(limit in neighbours(limit) for limit in (-3.5, 1e-9, 0.123456, 1e12))
 

@@ -155,8 +155,8 @@ def encode_corpus(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, sto
         recipe.fim.sentinels(spec)  # fail now rather than in a worker
     if recipe.rows and (missing := recipe.rows.conversations().missing_tokens(spec)):
         run.on_message(
-            f"rows.template: the tokenizer has no tokens {', '.join(missing)}, which become several each. Choose one that "
-            "has them, or --set rows.template=plain."
+            f"rows.template: the tokenizer has no tokens {', '.join(missing)}, which become several each. Choose one "
+            "that has them, or --set rows.template=plain."
         )
     occurrences: Counter[str] = Counter()
     tasks = []

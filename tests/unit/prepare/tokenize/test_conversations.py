@@ -110,6 +110,7 @@ def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path):
     spec = coder(tmp_path, str(path))
     part = text_part(tmp_path, [f"{G}hi<|im_end|>{L}yo"])
     rendering = Conversations(100, TEMPLATES["chatml"])
+    assert not rendering.missing_tokens(spec) and rendering.missing_tokens(coder(tmp_path)) == special[1:]
     encoded = encode(EncodeTask(part, spec, open_store(tmp_path), rendering=rendering))
     tokens = np.fromfile(tmp_path / encoded.part.object("tokens"), "<u4")
     ids, learnt = tokens & 0x7FFFFFFF, tokens >> 31
