@@ -31,7 +31,7 @@ COMMANDS = [
     ("prepare corpus --out d", "expected a tokenizer (--tokenizer or [tokenize] tokenizer)", 2),
     ("prepare nowhere --out d {b}", "expected a file or directory, got nowhere, which does not exist", 1),
     ("prepare *.md --out d {b}", "expected files that match *.md, got none", 2),
-    ("prepare corpus --out corpus {b}", "corpus", 2),
+    ("prepare corpus --out corpus {b}", "expected --out beside or below the input folder", 2),
     ("prepare corpus --out ds --tokenizer train:300", "got ds, which holds dataset 'ds'", 2),
     ("prepare corpus --out rows.jsonl {b}", "got rows.jsonl, which is a file", 2),
     ("prepare ds --out d {b}", "left out 1: an output of Forebay", 1),

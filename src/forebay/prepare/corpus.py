@@ -115,7 +115,7 @@ def examine_kept(run: PrepareRun, corpus: Corpus) -> None:
 def write_ids(path: Path | None, corpus: Corpus, left_out: Sequence[str]) -> None:
     """Write the source ids of kept documents, in the order of the input, a line each.
 
-    `left_out`: for each split with documents an object of u32, the rows that deduplication kept, of which nothing remained.
+    `left_out`: for each split with documents an object of u32: rows that deduplication kept, of which nothing remained.
     """
     if path is None:
         return

@@ -239,11 +239,8 @@ def test_inputs_whose_first_records_have_no_text_end_the_run_before_it_reads(key
     if key != "text":  # otherwise they are left out
         (source / "a.parquet").write_bytes(parquet(review=["some words"]))
         (source / "a.csv").write_text("review\nsome words\n")
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(PrepareError, match=r"--set read\.text_key=meta\.review") as error,
-    ):
-        patch.setattr("forebay.prepare.driver.process_split", None)
+    monkeypatch.setattr("forebay.prepare.driver.process_split", None)
+    with pytest.raises(PrepareError, match=r"--set read\.text_key=meta\.review") as error:
         prepare(source, out, settings={"read": {"text_key": key}})
     assert str(error.value).count("expected text under") == 1 and "0.jsonl.gz and 2 more: " in str(error.value)
     assert len(read_lines(out / "skipped.jsonl")) == (3 if key == "text" else 5)
