@@ -79,7 +79,7 @@ CASES = {
     "dots.jsonl text_key=page.text": (
         '{"page":null}\n{"page":{"text":"a","n":NaN}}\n{"page":{}}\n{"page.text":"b"}\n', "~|a|~|b"),
     "struct.parquet text_key=text.a": (table([{"a": "b"}, None], kind=pa.struct({"a": pa.string()})), "b|~"),
-    "no-key.jsonl": ('{"head":"a"}\n{"id":1}\n', "~|~|!'text', got nothing among head"),
+    "no-key.jsonl": ('{"head":"a"}\n{"id":1}\n', "~|~|!'article', got nothing among head"),
     "pairs.jsonl prompt_key=p response_key=r": (
         '{"p":"a","r":null}\n{"r":"b"}\n{"p":"a","r":""}\n{"p":"a","r":"b"}\n', "~|~|~|ab"),
     "turns.jsonl messages_key=m": (

@@ -417,10 +417,10 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
 def _check_code(run: PrepareRun, key: str, output: Output) -> None:
     """Raise UsageError where the user's own filter or method is another than in an earlier call for this output."""
     code = run.progress.code = keys.code_versions((*run.recipe.stages, *run.recipe.dedup.own))
-    with suppress(PrepareError):  # There was no earlier call.
-        earlier = read_progress(run.path) if code else {"key": ""}
+    with suppress(PrepareError, KeyError):  # There was no earlier call, or none that told its code.
+        earlier: Json = read_progress(run.path) if code else {"key": ""}
         is_kept = earlier["key"] == key and (output.marker or earlier["state"] != "done")
-        before = earlier.get("code", {}) if is_kept else {}
+        before: Json = earlier["code"] if is_kept else {}
         if changed := [name for name in code if before.get(name, code[name]) != code[name]]:
             raise UsageError(
                 f"prepare: expected the code that {run.store.url} was made with, got another of {', '.join(changed)}. "

@@ -304,8 +304,7 @@ class BucketOrigin(ObjectOrigin):
             )
         if _NO_BUCKET.search(reason):
             return PermanentError(f"{self._address}: expected a bucket, got none of that name")
-        words = ": ".join(_field(str(error), part).rstrip(".") for part in ("Code", "Message"))
-        text = f"{self.url}/{name}: {kind}: {reason if words == ': ' else words}"
+        text = f"{self.url}/{name}: {kind}: {reason}"
         if isinstance(error, ValueError | TypeError):  # of the arguments, not of the network
             return UsageError(f"{text}. Check the address and its options.")
         if (
