@@ -38,6 +38,7 @@ COMMANDS = [
     ("prepare empty.txt --out d {b}", "dropped by read (empty 1). Give other inputs", 1),
     ("prepare blob.bin --out d {b}", "got a file of the format raw tokens, which holds no text", 1),
     ("prepare num.jsonl --out d {b}", "got nothing among id, x, in every record. Name it with --set read.text_key", 1),
+    ("prepare rows.jsonl --out d {b} --set read.text_key=txt", "Name it with --set read.text_key=text (beside", 1),
     ("prepare num.parquet --out d {b}", "got x: int64. Name it beside those of other files (--set 'read.text_key", 1),
     ("prepare chats.jsonl --out d {b}", "These are chats: --recipe sft --set read.messages_key=messages", 1),
     ("prepare rows.jsonl --out d {b} --recipe sft", "Name the list of messages with --set read.messages_key", 1),

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from forebay.formats import text as lines
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.corpus import count_failed
 from forebay.prepare.inputs import find_inputs, split_files
-from forebay.prepare.outputs import tokens
 from forebay.prepare.progress import read_progress
 from forebay.prepare.report import load_report
 from forebay.storage.listing import Skipped
@@ -246,21 +244,12 @@ def test_inputs_whose_first_records_have_no_text_end_the_run_before_it_reads(key
     assert len(read_lines(out / "skipped.jsonl")) == (3 if key == "text" else 5)
 
 
-def test_records_without_text_count_once_and_are_a_kind_of_input_without_tasks_after_reading(tmp_path, monkeypatch):
+def test_records_without_text_count_once_and_are_a_kind_of_input(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"title": "a"}\n' * 30)
     write_jsonl(tmp_path / "good.jsonl", ["a text"])
     kinds = [split.kind for split in split_files(find_inputs(tmp_path, ReadOptions()).files, ReadOptions())]
     assert kinds == ["jsonl without text", "jsonl"]  # each with a pace of its own
-    encoded: list[str] = []
-
-    @wraps(encode := tokens.encode)
-    def counted(task, scale):
-        encoded.append(task.name)
-        return encode(task, scale)
-
-    monkeypatch.setattr("forebay.prepare.outputs.tokens.encode", counted)
     result = prepare(tmp_path, tmp_path / "out", settings={"max_error_rate": 1})
-    assert len(encoded) == 1
     assert (result.documents_in, result.dropped, result.failed["inputs"]) == (31, {"empty": 30}, 1)
     assert load_report(result.path)["totals"]["malformed"] == 0 and not (tmp_path / "out/rejects.jsonl").exists()
 
