@@ -105,6 +105,8 @@ def _warm(args: Namespace) -> None:
     filters: dict[str, Any] = {stage: {} for name in sorted(rest) for stage in stage_group(name)}
     dedup = {} if args.names else {"dedup": dict.fromkeys(KINDS, True)}
     recipes.append(load_recipe(settings={**filters, **dedup}))
+    if "pii" in rest:
+        recipes.append(load_recipe(settings={"pii": {"kinds": ["email"]}}))
     groups = list({group.name: group for recipe in recipes for group in missing_groups(recipe, ["html"])}.values())
     seconds: list[float] = []
     with PrepareBar(enabled=not args.quiet) as bar:

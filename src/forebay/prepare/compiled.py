@@ -46,6 +46,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         self._function, self._options = function, options
+        self.__module__ = function.__module__
 
     @functools.cached_property
     def _dispatcher(self) -> Any:
@@ -61,6 +62,10 @@ class Kernel:
 
     def __call__(self, *args: Any) -> Any:
         return self._dispatcher(*args)
+
+    def __reduce__(self) -> str:
+        """numba's name for it, where a kernel that calls it is kept."""
+        return self._function.__qualname__
 
 
 @functools.cache

@@ -4,6 +4,7 @@ A group is a recipe, of a small preparation that calls its kernels. Files beside
 done, so that later runs know it.
 """
 
+import gc
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -13,8 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from forebay.errors import ForebayError
+from forebay.prepare.clean.pii import Pii
 from forebay.prepare.compiled import kernel_directory
 from forebay.prepare.dedup.methods import KINDS, Dedup
+from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Notify
 from forebay.prepare.engines.local import LocalEngine
 from forebay.prepare.filters.language import LanguageStage
@@ -35,14 +38,14 @@ def missing_groups(recipe: Recipe, formats: Collection[str]) -> list[Recipe]:
     """
     if _is_compiling or not kernel_directory():
         return []
-    stages = [stage for stage in recipe.stages if stage.name in KERNEL_STAGES and not _ready(stage.name).exists()]
+    stages = [stage for stage in recipe.stages if stage.name in KERNEL_STAGES and not _ready(_name(stage)).exists()]
     if _PAGE_FORMATS.isdisjoint(formats):
         stages = [stage for stage in stages if stage.name != "extract"]
     words = tuple(stage for stage in stages if isinstance(stage, LanguageStage))
     groups = [*filter(None, [words]), *((stage,) for stage in stages if stage not in words)]
     kinds = [kind for kind in KINDS if getattr(recipe.dedup, kind) and not _ready(kind).exists()]
     return [
-        *(Recipe(name=" ".join(stage.name for stage in group), stages=group) for group in groups),
+        *(Recipe(name=" ".join(map(_name, group)), stages=group) for group in groups),
         *(Recipe(name=kind, dedup=Dedup(**{kind: _ON})) for kind in kinds),
     ]
 
@@ -67,6 +70,11 @@ def compile_groups(
         engine.map(partial(_compile, prepare), groups, on_done)
 
 
+def _name(stage: Stage) -> str:
+    """Return the name of a stage's kernels: `pii` has others where it finds no numbers but addresses."""
+    return stage.name if not isinstance(stage, Pii) or stage.finds_numbers else "pii-addresses"
+
+
 def _ready(name: str) -> Path:
     return Path(kernel_directory(), f"{name}.ready")
 
@@ -82,12 +90,14 @@ def _compile(prepare: Callable[..., Any], group: Recipe, scale: int) -> float:
         folder.mkdir()
         for number in range(3):
             folder.joinpath(f"{number}.{ending}").write_text(text)
+        gc.disable()  # It would walk through numba's trees of code again and again.
         try:
             prepare(folder, f"{temporary}/out", recipe=group, to="report", workers=1)
         except ForebayError:  # It fails again where it matters, and some stages drop all of it.
             pass
         finally:
             _is_compiling = False
+            gc.enable()
     for name in group.name.split():
         with suppress(OSError):
             _ready(name).touch()

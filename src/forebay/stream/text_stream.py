@@ -31,7 +31,7 @@ from forebay.stream.hub import HUB, Records, records_of
 from forebay.stream.lane import Lane, Malformed, StreamOptions, TextEncoder
 from forebay.stream.records import Share, find_records
 from forebay.stream.state import COUNTS, LaneState, StreamState
-from forebay.units import as_size
+from forebay.units import as_size, numbered
 
 _MAX_EXCESS = 1.5
 _MAX_FACTOR = 1.1  # times that the ranks may fetch the text together
@@ -171,8 +171,8 @@ class TextStream(RunningSource[NumpyTokens]):
         self._set_world(rank, world_size, global_batch_size, lanes)
         if self._factor > _MAX_FACTOR and self._factor != before:
             _log.warning(
-                "stream: %d ranks together fetch the text %.1f times: it has %d parts that can be read alone. Write "
-                "more files, or uncompressed ones.", world_size, self._factor, lanes,
+                "stream: %d ranks together fetch the text %.1f times: it has %s that can be read alone. Larger "
+                "or more files, or uncompressed ones, have more.", world_size, self._factor, numbered(lanes, "part"),
             )  # fmt: skip
 
     def learn(self, state: Any) -> None:

@@ -59,6 +59,7 @@ def test_a_first_run_compiles_before_its_tasks(tmp_path, package: Path):
     program = """
 from pathlib import Path
 import forebay
+from forebay.prepare.clean.pii import Pii
 from forebay.prepare.compiled import kernel_directory
 from forebay.prepare.progress import read_progress
 for name in ("a", "b"):
@@ -66,16 +67,17 @@ for name in ("a", "b"):
     Path(f"{name}.txt").write_text(chr(10).join(lines))
 def kept():
     return len(list(Path(kernel_directory()).rglob("*.nbc")))
-for out in ("one", "two"):
+emails = [Pii(kinds=("email",)), "c4"]
+for out, filters in ("one", ["pii", "c4"]), ("two", ["pii", "c4"]), ("three", emails), ("four", emails):
     seen = {}
     forebay.prepare_dataset(
-        ["a.txt", "b.txt"], out, tokenizer="bytes", filters=["pii", "c4"], dedup=["minhash", "exact"], workers=2,
+        ["a.txt", "b.txt"], out, tokenizer="bytes", filters=filters, dedup=["minhash", "exact"], workers=2,
         on_progress=lambda progress: seen.setdefault(progress.stage, kept()),
     )
     print(next(iter(seen)), kept() - seen["text"], read_progress(out)["cpu_s"].get("kernels", 0) > 0)
 """
     shown = run(program, package, XDG_CACHE_HOME=str(tmp_path / "cache"), HOME="/nowhere", cwd=tmp_path)
-    assert shown.splitlines() == ["kernels 0 True", "text 0 False"]
+    assert shown.splitlines() == ["kernels 0 True", "text 0 False", "kernels 0 True", "text 0 False"]
 
 
 def test_one_process_compiles_a_kernel(tmp_path, package: Path):

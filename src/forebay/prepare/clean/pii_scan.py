@@ -6,12 +6,13 @@ of bytes around it (64 before an `@`, 255 after; 8 groups of digits), so that th
 
 import functools
 import ipaddress
+from typing import Any
 
 import numpy as np
 
 from forebay.arrays import I64, U8
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, can_end, digit, letter, phone
-from forebay.prepare.compiled import jit
+from forebay.prepare.compiled import Kernel, jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
 PUBLIC_ONLY = 1 << 8  # Among the wanted kinds: leave private, loopback, documentation and multicast addresses.
@@ -270,13 +271,20 @@ def _card(data, start, stop, i):  # type: ignore[no-untyped-def]
 
 
 @jit()
+def _address(data, start, free, stop, i, wanted_bits, lengths, groups):  # type: ignore[no-untyped-def]
+    """The kind, start and end of the IPv4 address at i; an empty span if it is none."""
+    if digit(data[i]) and wanted_bits & (1 << IPV4):
+        return IPV4, i, _ipv4(data, start, stop, i, wanted_bits & PUBLIC_ONLY != 0)
+    return 0, i, i
+
+
+@jit()
 def _number(data, start, free, stop, i, wanted_bits, lengths, groups):  # type: ignore[no-untyped-def]
     """The kind, start and end of the number at i, its first digit, `+` or `(`; an empty span if it is none."""
+    kind, first, end = _address(data, start, free, stop, i, wanted_bits, lengths, groups)
+    if end > first:
+        return kind, first, end
     if digit(data[i]):
-        if wanted_bits & (1 << IPV4):
-            end = _ipv4(data, start, stop, i, wanted_bits & PUBLIC_ONLY != 0)
-            if end > i:
-                return IPV4, i, end
         if wanted_bits & (1 << IBAN):
             end = _iban(data, free, stop, i, lengths)
             if end > i:
@@ -292,38 +300,47 @@ def _number(data, start, free, stop, i, wanted_bits, lengths, groups):  # type: 
     return 0, i, i
 
 
-@jit()
-def scan(offsets, data, wanted_bits, lengths, starts, stops, kinds):  # type: ignore[no-untyped-def]
-    """Writes the spans of all rows to `starts`, `stops`, `kinds` [data bytes // MIN_SPAN_BYTES + 1]; how many they are.
+def _scan_with(number: Kernel) -> Any:
+    """Return a kernel that finds e-mail and IPv6 addresses, and with `number` what begins with a digit, `+` or `(`.
 
-    They ascend and do not overlap. `wanted`: the sum of `1 << kind`, and PUBLIC_ONLY; `lengths`: `iban_table()`.
+    It writes the spans of all rows to `starts`, `stops`, `kinds` [data bytes // MIN_SPAN_BYTES + 1] and returns how
+    many they are; they ascend and do not overlap. `wanted_bits`: the sum of `1 << kind`, and PUBLIC_ONLY; `lengths`:
+    `iban_table()`.
     """
-    n, groups = 0, np.zeros((3, 8), np.int64)
-    for row in range(len(offsets) - 1):
-        start, stop = offsets[row], offsets[row + 1]
-        free = i = start
-        while i < stop:
-            b = data[i]
-            if b > 64 or b < 40:  # a letter or a space: most bytes
-                i += 1
-                continue
-            kind, first, end = 0, i, i
-            if b == 64:
-                if wanted_bits & (1 << EMAIL):
-                    first, end = _email(data, free, stop, i)
-            elif b == 58:
-                if wanted_bits & (1 << IPV6):
-                    kind = IPV6
-                    first, end = _ipv6(data, free, stop, i, wanted_bits & PUBLIC_ONLY != 0)
-            elif b == 43 or b == 40 or 48 <= b <= 57:
-                kind, first, end = _number(data, start, free, stop, i, wanted_bits, lengths, groups)
-            if end > first:
-                starts[n], stops[n], kinds[n] = first, end, kind
-                n += 1
-                free = i = end
-                continue
-            i += 1
-            if 48 <= b <= 57:
-                while i < stop and digit(data[i]):
+
+    @jit()
+    def scan(offsets, data, wanted_bits, lengths, starts, stops, kinds):  # type: ignore[no-untyped-def]
+        n, groups = 0, np.zeros((3, 8), np.int64)
+        for row in range(len(offsets) - 1):
+            start, stop = offsets[row], offsets[row + 1]
+            free = i = start
+            while i < stop:
+                b = data[i]
+                if b > 64 or b < 40:  # a letter or a space: most bytes
                     i += 1
-    return n
+                    continue
+                kind, first, end = 0, i, i
+                if b == 64:
+                    if wanted_bits & (1 << EMAIL):
+                        first, end = _email(data, free, stop, i)
+                elif b == 58:
+                    if wanted_bits & (1 << IPV6):
+                        kind = IPV6
+                        first, end = _ipv6(data, free, stop, i, wanted_bits & PUBLIC_ONLY != 0)
+                elif b == 43 or b == 40 or 48 <= b <= 57:
+                    kind, first, end = number(data, start, free, stop, i, wanted_bits, lengths, groups)
+                if end > first:
+                    starts[n], stops[n], kinds[n] = first, end, kind
+                    n += 1
+                    free = i = end
+                    continue
+                i += 1
+                if 48 <= b <= 57:
+                    while i < stop and digit(data[i]):
+                        i += 1
+        return n
+
+    return scan
+
+
+scan_addresses, scan_all = _scan_with(_address), _scan_with(_number)
