@@ -74,11 +74,19 @@ def server(tmp_path, monkeypatch):
         yield server
 
 
+@pytest.fixture
+def refused():
+    """An address where nothing listens, and that no other process can take."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
 @pytest.mark.parametrize("fault", REASONS)
 @pytest.mark.parametrize("way", [*COMMANDS, *CALLS])
 def test_a_wait_is_told_once_from_outside_of_the_tries(
     server: OriginServer, tmp_path, monkeypatch, caplog,
-    way, fault,
+    way, fault, refused,
 ):  # fmt: skip
     clock = SimpleNamespace(skipped=0.0)
 
@@ -108,11 +116,9 @@ def test_a_wait_is_told_once_from_outside_of_the_tries(
 
     clock.sleep, clock.monotonic = sleep, lambda: time.monotonic() + clock.skipped
     monkeypatch.setattr(base, "time", clock)
-    if fault == "refused":
-        server.close()
     url = server.url
-    if fault == "unknown":
-        url = "http://no-such-host.invalid"
+    if fault in ("refused", "unknown"):
+        url = f"http://{refused}" if fault == "refused" else "http://no-such-host.invalid"
         for name in (*server.s3_environment, "HF_ENDPOINT"):
             monkeypatch.setenv(name, os.environ[name].replace(server.url, url))
     server.faults.black_hole, server.faults.requests_per_s = fault == "silent", 1e-9 * (fault == "busy")
@@ -163,7 +169,7 @@ NODES = [
 
 
 @pytest.mark.parametrize("node, fault, line", NODES)
-def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node, fault, line):
+def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, refused, node, fault, line):
     monkeypatch.setattr(retry, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(retry, "EVERY_S", 1e9)
     monkeypatch.setattr(scheduler_client, "STOPPING_S", 0)
@@ -178,10 +184,8 @@ def test_a_node_tells_what_it_waits_for(tmp_path, monkeypatch, caplog, node, fau
         return reported()
 
     with Coordinator("127.0.0.1", 0, rules=Rules(min_workers=2)) as run, socket.create_server(("", 0)) as listener:
-        address = run.address if fault == "alone" else f"127.0.0.1:{listener.getsockname()[1]}"
+        address = {"alone": run.address, "refused": refused}.get(fault, f"127.0.0.1:{listener.getsockname()[1]}")
         call, end = node(address, make_network(tmp_path, ["node"], [])["node"])
-        if fault == "refused":
-            listener.close()
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(call)
             until(is_told)
