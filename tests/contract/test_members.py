@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,6 +149,32 @@ def test_a_role_is_asked_for_where_it_starts(what, network_dir, tmp_path, capsys
         error += capsys.readouterr().err
         assert f"{what.split()[0]}: expected a certificate for {role} for " in error
         assert f"got one for {node.scope} ({node.node_dir}). Ask its issuer" in error
+
+
+COMMANDS = {
+    "find": "find x", "status": f"status {HOST}:1", "job": f"job pause --scheduler {HOST}:1",
+    "inspect": f"inspect forebay://test-network/{NAME}", "scheduler, its command": f"scheduler {NAME}",
+    "worker, its command": f"worker {NAME} --bootstrap {HOST}:1", "renew": f"network renew {{}} --issuer {HOST}:1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["expired", "revoked"])
+@pytest.mark.parametrize("what", [*STARTS, *COMMANDS])
+def test_who_is_refused_by_all_is_told_before_it_asks_anybody(what, reason, network_dir, tmp_path, capsys):
+    role = STARTS[what][0] if what in STARTS else what.split(",")[0] if "its command" in what else "admin"
+    scope, days = Scope(frozenset({role})), 1e-9 if reason == "expired" else 1.0
+    node, dataset = pki.join(network_dir, tmp_path / "n", "n", scope=scope, valid_days=days), tmp_path / "data"
+    advice = "forebay network renew ISSUER"
+    if reason == "revoked":
+        pki.revoke(network_dir, node.peer_id, node.node_dir)
+        node, advice = Identity.load(node.node_dir), "Ask the issuer why"
+    with pytest.raises(NetworkError) if what in STARTS and role != "viewer" else nullcontext() as raised:
+        if what in STARTS:
+            assert STARTS[what][1](node, make_dataset(dataset, 2, 40)) == 1
+        else:
+            assert main([*COMMANDS[what].format(node.node_dir).split(), "--identity", str(node.node_dir)]) == 1
+    error = capsys.readouterr().err + str(raised and raised.value)
+    assert reason in error and f"all members refuse this node ({node.node_dir}). " in error and advice in error
 
 
 READERS, WORKERS, ADMINS = ROLES - {"viewer"}, {"worker"}, {"admin"}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 32 << 10
 MAX_JSON_BYTES = 16 << 20
 MAX_IDLE_PER_PEER = 8
+_EXPIRED = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
 MIN_BYTES_PER_S = 4096  # a lower rate over a time-out is a stall
 _MAX_WAIT_S = 3600.0
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -322,13 +323,21 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
-    hint = "Is the peer running, and the address right?"
-    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
+    reason, hint = f"{type(error).__name__}: {error}", "Is the peer running, and the address right?"
+    alert = str(getattr(error, "reason", ""))
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == _EXPIRED:
+        reason, hint = "its certificate has expired", "Its owner renews it (forebay network renew)."
+    elif isinstance(error, ssl.SSLCertVerificationError):
+        reason, hint = "its certificate is of another network", "Compare the two: forebay network show DIR."
+    elif "_ALERT_" in alert:
+        reason = f"it refuses this node's certificate ({alert.partition('_ALERT_')[2].replace('_', ' ').lower()})"
+        hint = "See what it is: forebay network show DIR."
+    elif isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
+        reason = "no TLS of a peer comes from there" if isinstance(error, ssl.SSLError) else reason
         hint = (
-            "Both sides need a valid certificate of the same network (`forebay network show DIR`); or the peer is "
-            "full, or serves another protocol at that port."
+            "The peer is full or stops; or it serves plain HTTP (http://HOST:PORT) or the DHT (udp://HOST:PORT) there."
         )
-    return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
+    return f"{what}: cannot reach {address}: {reason}. {hint}"
 
 
 def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:

@@ -43,7 +43,12 @@ T = TypeVar("T")
 
 
 class Discovery(Protocol):
-    """A store of addresses under keys of 20 bytes, such as a DHT. Thread-safe."""
+    """A store of addresses under keys of 20 bytes, such as a DHT. Thread-safe.
+
+    `fault`: why others are not found now, as `WHAT: why; what to do`; "" if there is nothing wrong.
+    """
+
+    fault: str
 
     def announce(self, key: bytes, port: int) -> None:
         """Announce this host and a TCP port under a key, until the record expires or the process ends."""

@@ -123,6 +123,7 @@ def renew_at(address: str, node_dir: str | Path, until: float = 0.0) -> Identity
     """
     folder = Path(node_dir)
     node = Identity.load(folder)
+    node.check_admitted()
     key = read_key(folder / "node-key.pem")
     issuer = node.org or node.network_id
     answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, until, folder)

@@ -88,10 +88,11 @@ class Server(Closing):
         return self._core.is_draining
 
     def find_faults(self) -> list[str]:
-        """Return the faults of this process, and of its certificate."""
+        """Return the faults of this process, of its certificate, and of its DHT."""
         own = self.identity.refusal(self.identity.as_peer) if self.identity is not None else None
         own_faults = [f"a valid certificate: {own}; renew it (forebay network renew) or join again"] if own else []
-        return [*own_faults, *self.faults()]
+        dht_fault = self.discovery.fault if self.discovery is not None else ""
+        return [*own_faults, *filter(None, [dht_fault]), *self.faults()]
 
     @property
     def num_connections(self) -> int:
