@@ -108,11 +108,17 @@ def _network_invite(args: Namespace) -> None:
 
 
 def _network_admit(args: Namespace) -> None:
-    from forebay.network.admission import Admissions, AdmissionServer
+    from forebay.network.admission import Admissions, AdmissionServer, sending_crls
     from forebay.network.audit import open_audit_log
+    from forebay.network.dht import LibtorrentDht
+    from forebay.network.pki.files import read_network
 
-    admissions = Admissions(args.directory, open_audit_log())
-    with contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server:
+    admissions, bootstrap = Admissions(args.directory, open_audit_log()), read_network(args.directory).bootstrap
+    with (
+        contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server,
+        contextlib.closing(LibtorrentDht("", 0, bootstrap)) as discovery,
+        sending_crls(args.directory, discovery),
+    ):
         ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
         until_stopped(stop_event())
 
@@ -210,8 +216,16 @@ def _network_revoke(args: Namespace) -> None:
 
     issuers = list(filter(is_issuer, args.directories))
     nodes = [directory for directory in args.directories if directory not in issuers]
+    if missing := [directory for directory in nodes if not directory.is_dir()]:
+        raise UsageError(
+            f"revoke: expected directories behind the member, got {missing[0]}, which is none. "
+            "Write: forebay network revoke MEMBER ISSUER [NODE ...]"
+        )
     if args.notify and not (issuers and nodes):
-        raise UsageError("revoke: --notify needs the issuer's directory, to sign, and a node's, to connect as")
+        raise UsageError(
+            "revoke: --notify expected the issuer's directory, to sign, and a node's, to connect as, got one of them. "
+            "Write: forebay network revoke MEMBER ISSUER NODE --notify HOST:PORT"
+        )
     peer_id = _find_member(args.member, issuers)
     crls = [revoke(directory, peer_id, *nodes) for directory in issuers]
     for directory in nodes:
@@ -219,12 +233,16 @@ def _network_revoke(args: Namespace) -> None:
     lines = [f"{peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on."] if nodes else []
     for crl in crls:
         assert crl is not None  # an issuer's directory signs
-        lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
+        lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}.")
         lines += [_notify(nodes[0], target, crl) for target in args.notify]
     issued = [{"issuer": crl.issuer, "number": crl.number} for crl in crls if crl is not None]
     print_result(args, {"peer_id": peer_id, "crls": issued}, *lines)
     if crls and not nodes:
-        print("No node has it yet: name a running node's directory, or --notify HOST:PORT.", file=sys.stderr)
+        print(
+            "No node has the CRL yet: a running `forebay network admit` on that directory sends it to the members within "
+            f"seconds. Where none runs: forebay network revoke {peer_id} ISSUER NODE --notify HOST:PORT",
+            file=sys.stderr,
+        )
 
 
 def _notify(node_dir: Path, target: str, crl: Any) -> str:
@@ -354,9 +372,11 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--issuer", "the issuer's admission server (default: its directory)", "HOST:PORT")
     _add_days(p, "90; of an organisation 1825")
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
+    p.usage = "forebay network revoke MEMBER ISSUER [NODE ...] [OPTIONS]"
+    p.epilog = "example: forebay network revoke worker-7 net scheduler --notify 10.0.0.2:7420"
     p.add("member", "name or peer id of the node or organisation; where only nodes' directories follow, a peer id")
-    p.add("directories", "the issuer's, to sign a CRL; nodes'", folder, nargs="+")
-    p.add_list("--notify", "node to send the CRL to (default: none)", "HOST:PORT")
+    p.add("directories", "the issuer's, to sign a CRL; nodes', which pass it on while they run", folder, nargs="+")
+    p.add_list("--notify", "node to send the CRL to, as the first NODE (default: none)", "HOST:PORT")
     p = verb("members", _network_members, "list the nodes and organisations that an issuer certified", network)
     p.add("directory", _ISSUER, Path)
     p = verb("tokens", _network_tokens, "list the tokens that an issuer gave", network)
