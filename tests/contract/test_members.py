@@ -147,8 +147,8 @@ def test_a_role_is_asked_for_where_it_starts(what, network_dir, tmp_path, capsys
         except UsageError as raised:
             error = str(raised)
         error += capsys.readouterr().err
-        assert f"{what.split()[0]}: expected a certificate for {role} for " in error
-        assert f"got one for {node.scope} ({node.node_dir}). Ask its issuer" in error
+        assert f"{what.split()[0]}: expected a certificate of scope {role} for " in error
+        assert f"got {node.scope} ({node.node_dir}). Ask its issuer" in error
 
 
 COMMANDS = {

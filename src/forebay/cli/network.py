@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime as dt
-import math
 import sys
 import time
 from argparse import Namespace
@@ -10,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import address, days, file, folder, positive, print_result, show
+from forebay.cli.arguments import address, days, file, folder, positive, print_result, seconds, show
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
@@ -42,7 +41,7 @@ def _network_org(args: Namespace) -> None:
     peer_id = create_organisation(args.network, args.directory, args.name, scope)
     print_result(
         args, {"name": args.name, "peer_id": peer_id, "directory": str(args.directory)},
-        f"organisation {args.name!r} is {peer_id}: its nodes may be {scope}.",
+        f"organisation {args.name!r} is {peer_id}: the scope of its nodes is {scope}.",
         f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.",
         f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker",
     )  # fmt: skip
@@ -54,7 +53,10 @@ def _network_join(args: Namespace) -> None:
 
     if args.token is not None:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
-            raise UsageError("join: with a token expected the node's directory alone; the token says the rest")
+            raise UsageError(
+                "join: with --token expected one directory, and none of --role, --dataset and --days, which the token "
+                "says, got more. Write: forebay network join --token FILE NODE_DIRECTORY --name NODE"
+            )
         try:
             text = sys.stdin.readline() if str(args.token) == "-" else args.token.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -62,7 +64,7 @@ def _network_join(args: Namespace) -> None:
                 f"join: cannot read the token: {getattr(error, 'strerror', 'not UTF-8')}. Give --token the file "
                 "that has it."
             ) from None
-        identity = join_by_token(text.strip(), args.directories[0], args.name)
+        identity = join_by_token(text.strip(), args.directories[0], args.name, time.time() + args.timeout)
     else:
         if len(args.directories) != 2:
             raise UsageError("join: expected the directories of network and node, or --token FILE and that of the node")
@@ -99,7 +101,7 @@ def _network_invite(args: Namespace) -> None:
     MemberRecord(args.directory).add(token=token)
     print_result(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
     print(
-        f"token {token.id[:8]}: {numbered(token.uses, 'node')} may join as {scope}, "
+        f"token {token.id[:8]}: {numbered(token.uses, 'node')} may join, of scope {scope}, "
         f"until {_date(token.expires_at)}. Send it like a password.\n"
         f"next, here: forebay network admit {args.directory} --listen {args.issuer}\n"
         f"next, there: forebay network join --token FILE NODE_DIRECTORY --name NODE",
@@ -130,7 +132,7 @@ def _network_renew(args: Namespace) -> None:
     if len(args.directories) != (2 if args.issuer is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --issuer HOST:PORT and one")
     if args.issuer is not None:
-        identity = renew_at(args.issuer, args.directories[0], until=math.inf)
+        identity = renew_at(args.issuer, args.directories[0], until=time.time() + args.timeout)
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."
@@ -184,16 +186,18 @@ def _find_member(text: str, issuers: list[Path]) -> str:
 
 
 def _network_tokens(args: Namespace) -> None:
+    from forebay.network.pki.files import read_issuer
     from forebay.network.pki.record import MemberRecord
 
     record, rows, lines = MemberRecord(args.directory), list[dict[str, Any]](), list[str]()
+    bounds = read_issuer(args.directory).scope
     for token in record.tokens.values():
         remaining = token.uses - len(record.users[token.id])
         state = "expired" if time.time() >= token.expires_at else "valid" if remaining > 0 else "used up"
         state = "withdrawn" if token.id in record.withdrawn else state
         rows.append({**asdict(token), "uses_left": remaining, "state": state})
         uses = f"{remaining} of {numbered(token.uses, 'use')} left"
-        lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope}")
+        lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope.bounded_by(bounds)}")
     print_result(args, rows, *lines)
 
 
@@ -239,8 +243,8 @@ def _network_revoke(args: Namespace) -> None:
     print_result(args, {"peer_id": peer_id, "crls": issued}, *lines)
     if crls and not nodes:
         print(
-            "No node has the CRL yet: a running `forebay network admit` on that directory sends it to the members within "
-            f"seconds. Where none runs: forebay network revoke {peer_id} ISSUER NODE --notify HOST:PORT",
+            "No node has the CRL yet: a running `forebay network admit` on that directory sends it to them in seconds. "
+            f"Where none runs: forebay network revoke {peer_id} {args.directories[0]} NODE --notify HOST:PORT",
             file=sys.stderr,
         )
 
@@ -355,6 +359,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--token", "output of network invite; - reads stdin (default: none)", file)
     _add_scope(p, "role of the node; may be repeated (required without a token)")
     _add_days(p, "90; by a token 7, renewed by the node itself")
+    p.add("--timeout", "longest wait for a busy admission server", seconds, 120.0)
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
     p.add("directory", _ISSUER, Path)
     p.add("--issuer", "address of network admit (required)", "HOST:PORT", required=True)
@@ -371,6 +376,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("directories", "ISSUER NODE; with --issuer only NODE", folder, nargs="+")
     p.add("--issuer", "the issuer's admission server (default: its directory)", "HOST:PORT")
     _add_days(p, "90; of an organisation 1825")
+    p.add("--timeout", "longest wait for a busy admission server", seconds, 120.0)
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
     p.usage = "forebay network revoke MEMBER ISSUER [NODE ...] [OPTIONS]"
     p.epilog = "example: forebay network revoke worker-7 net scheduler --notify 10.0.0.2:7420"

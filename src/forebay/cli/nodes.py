@@ -28,6 +28,7 @@ from forebay.cli.arguments import (
 from forebay.cli.running import (
     add_from_urls,
     add_node,
+    check_plain_http,
     joined_network,
     listening_address,
     load_identity,
@@ -38,8 +39,8 @@ from forebay.cli.running import (
     terminate_on_stdin_close,
     until_stopped,
 )
-from forebay.errors import LeaseError, UsageError, did_you_mean
-from forebay.storage.hosts import is_loopback
+from forebay.errors import LeaseError, NetworkError, UsageError, did_you_mean
+from forebay.storage.hosts import join_address
 from forebay.storage.retry import log_while_waiting
 from forebay.toml import parse_settings
 
@@ -48,10 +49,13 @@ def _status(args: Namespace) -> bool:
     if args.address is None:
         raise UsageError("status: expected HOST:PORT, got none. Give a node's address, or set FOREBAY_STATUS.")
     if args.address.startswith("udp://"):
-        from forebay.network.dht import wait_for_bootstrap
+        from forebay.network.dht import ping
 
-        node = address(args.address.removeprefix("udp://"))
-        wait_for_bootstrap([node], args.timeout)
+        if reason := ping(address(args.address.removeprefix("udp://")), args.timeout):
+            raise NetworkError(
+                f"DHT node at {args.address}: expected an answer within {args.timeout:g} s, got none: {reason}. "
+                "Is it running (forebay dht), and does UDP reach it?"
+            )
         print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
         return False
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
@@ -108,20 +112,29 @@ def _serve(args: Namespace) -> None:
 
 def _find(args: Namespace) -> bool:
     from forebay.network.client import Client
-    from forebay.network.discovery import find_providers
+    from forebay.network.discovery import find_providers, record_key
 
     def what() -> str:
         return f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
 
     with joined_network(args) as (identity, discovery), log_while_waiting(log, what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
+        found = []
+        if not claims:
+            key = record_key(identity.network_id, "dataset", args.name)
+            found = [join_address(*item) for item in discovery.find(key, 0.0)]
     providers = [
         {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
         for c in claims
     ]
     line = "{name}  {dataset_id}  {slices} slices  {peer_id} at {address}"
     print_result(args, providers, *(line.format(**claim) for claim in providers))
-    if not providers:
+    if not providers and found:
+        print_note(
+            f"the DHT has {', '.join(found[:5])} for {args.name!r}; none of them answers as a data node of it. Are "
+            "they running, in this network, and may this node read it?"
+        )
+    elif not providers:
         print_note(
             f"no data node announces a dataset named {args.name!r} in this network. "
             "Check the name, that its data node runs (forebay serve), and that this node is not revoked"
@@ -243,13 +256,8 @@ def _coordinate(args: Namespace) -> None:
     identity, config = None, _run_config(args)
     if args.identity is not None:
         identity = load_identity(args)
-    elif not is_loopback(host):
-        if not args.allow_plain_http:
-            raise UsageError(
-                f"coordinator: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
-                "Give --identity DIR for mutual TLS, or --allow-plain-http on a trusted network."
-            )
-        print_note(f"plain HTTP on {host}:{port}: any host that reaches it may join the run.")
+    else:
+        check_plain_http(args, host, "join the run", "Give --identity DIR for mutual TLS")
     if args.state is None:
         print_note("the run's state is in memory; --state DIR stores it.")
     rules = Rules(

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import address, plain, print_result, seconds
+from forebay.cli.arguments import address, plain, print_note, print_result, seconds
 from forebay.cli.parser import Parser
 from forebay.errors import UsageError
+from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
@@ -143,6 +144,18 @@ def until_stopped(
             return
         if identity is not None and identity.revocations.find(identity.peer_id, identity.org) is not None:
             identity.check_admitted()
+
+
+def check_plain_http(args: Namespace, host: str, purpose: str, advice: str) -> None:
+    """Raise UsageError if other hosts could use plain HTTP at a host, unless the user allows it: then print a note."""
+    if is_loopback(host):
+        return
+    if not args.allow_plain_http:
+        raise UsageError(
+            f"--listen: expected an address of this machine only, got {host}: any host that reaches it could {purpose} "
+            f"by plain HTTP. {advice}, or --allow-plain-http on a trusted network."
+        )
+    print_note(f"plain HTTP on {args.listen}: any host that reaches it may {purpose}.")
 
 
 def add_node(

@@ -158,7 +158,7 @@ class LibtorrentDht:
         """Enter the DHT again by the bootstrap nodes that answer, until `close`; two rounds without any are a fault."""
         num_failed = 0
         while not self._joiner.stopping.wait(REJOIN_EVERY_S):
-            states = {address: "" if self._closed else _ping(address, PING_S) for address in self._bootstrap}
+            states = {address: "" if self._closed else ping(address, PING_S) for address in self._bootstrap}
             for address, state in states.items():
                 if not state:
                     self._session.add_dht_node(address)
@@ -225,7 +225,7 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
         while True:
             for address in addresses:
                 wait_s = max(0.05, min(PING_S, deadline - time.monotonic()) / len(addresses))
-                states[address] = _ping(address, wait_s)
+                states[address] = ping(address, wait_s)
                 if not states[address]:
                     return
             if (stop or threading.Event()).wait(0.05):
@@ -237,7 +237,7 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
                 )
 
 
-def _ping(address: HostPort, timeout_s: float) -> str:
+def ping(address: HostPort, timeout_s: float) -> str:
     """Send a ping; return why there is no answer, "" if there is one."""
     try:
         _send_query(address, b"ping", {}, timeout_s)

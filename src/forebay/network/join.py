@@ -8,8 +8,10 @@ and is a secret until it is used up or expired. Keys never leave their machine.
 import base64
 import itertools
 import json
+import math
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
 from forebay.network import log
-from forebay.network.client import Client, ConnectionLostError, RemoteError
+from forebay.network.client import Client, ConnectionLostError, RemoteError, WrongPeerError
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import check_new, parse_network, read_key, write_key
@@ -89,11 +91,11 @@ def check_token(text: str, public_key: bytes, now: float) -> JoinToken:
     return token
 
 
-def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
+def join_by_token(text: str, out_dir: str | Path, name: str, until: float = math.inf) -> Identity:
     """Join a network with a new key and return the node, loaded.
 
-    A repeated attempt after a failure uses the same key, so that it uses the token once. While the admission server is
-    busy (429, 503) the request is repeated until the token expires.
+    A repeated attempt after a lost answer uses the same key, so that it uses the token once. While the admission server
+    is busy (429, 503) the request is repeated until the token expires, or `until` a time (Unix seconds).
     """
     folder = Path(out_dir)
     check_new(folder, "node", name)
@@ -102,13 +104,14 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     if not pending.exists():
         write_key(pending, Ed25519PrivateKey.generate())
     key = read_key(pending)
-    answer = _post(
-        token.address,
-        token.issuer,
-        "/v1/admit",
-        {"token": text, "name": name, "request": make_csr(key, name)},
-        token.expires_at,
-    )
+    body = {"token": text, "name": name, "request": make_csr(key, name)}
+    try:
+        answer = _post(token.address, token.issuer, "/v1/admit", body, min(until, token.expires_at))
+    except (RemoteError, WrongPeerError):  # The key has no certificate.
+        pending.unlink()
+        with suppress(OSError):  # It had other files before.
+            folder.rmdir()
+        raise
     atomic_write(folder / ADMISSION, json.dumps({"address": token.address}).encode())
     _write_node(folder, answer, key, token.network_id, token.issuer)
     pending.unlink()
@@ -195,6 +198,12 @@ def _post(
         for tried in itertools.count(1):
             try:
                 return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]
+            except WrongPeerError as error:
+                raise WrongPeerError(
+                    f"admission at {address}: expected that of issuer {issuer}, got another. Nothing was sent to it. "
+                    f"Ask for {'a token with the address of its own server' if node_dir is None else 'its address'} "
+                    "(forebay network admit)."
+                ) from error
             except (RemoteError, ConnectionLostError) as error:
                 answer = str(error)
                 is_busy = isinstance(error, ConnectionLostError) or error.status in (429, 503)

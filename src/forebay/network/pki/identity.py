@@ -121,10 +121,11 @@ class Identity:
 
     def check_admitted(self) -> None:
         """Raise NetworkError if all members refuse this node: it is revoked, or its certificate has expired."""
+        expired_s = time.time() - self.expires_at
         if (reason := self.revocations.find(self.peer_id, self.org)) is not None:
             advice = "Ask the issuer why, and join again in another directory."
-        elif time.time() > self.expires_at:
-            reason = f"expected a valid certificate, got one that expired {format_seconds(time.time() - self.expires_at)} ago"
+        elif expired_s > 0:
+            reason = f"expected a valid certificate, got one that expired {format_seconds(expired_s)} ago"
             advice = (
                 f"Renew it where its issuer's directory is (forebay network renew ISSUER {self.node_dir}), or join "
                 "again by a token in another directory."
@@ -141,7 +142,7 @@ class Identity:
         self.check_admitted()
         if not self.scope.allows(role) or not all(map(self.scope.covers, datasets)):
             raise UsageError(
-                f"{what}: expected a certificate for {Scope(frozenset({role}), datasets)}, got one for {self.scope} "
+                f"{what}: expected a certificate of scope {Scope(frozenset({role}), datasets)}, got {self.scope} "
                 f"({self.node_dir}). Ask its issuer for another: `forebay network join`."
             )
 
