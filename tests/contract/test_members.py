@@ -256,7 +256,7 @@ def test_a_revoked_member_loses_its_leases_and_its_rank_at_once_and_is_told_why(
             lambda: leasing.exchange({}), late.read_job, membership.join,
             lambda: open_remote(f"forebay://test/{NAME}", identity=worker, discovery=network.discovery),
         ):  # fmt: skip
-            with pytest.raises(ForebayError, match=r"403 revoked: peer .* is revoked"):
+            with pytest.raises(ForebayError, match=r"(403 revoked|w): peer .* is revoked"):
                 request()
 
         # A server that finds itself in a list ends.

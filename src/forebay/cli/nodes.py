@@ -59,7 +59,7 @@ def _status(args: Namespace) -> bool:
         print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
         return False
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
-    is_healthy = not status.get("draining") and (args.probe or not status.get("faults"))
+    is_healthy = not status.get("draining") and (args.probe or not (status.get("faults") or status.get("error")))
     if args.json:  # Also for probes, which repeat this every few seconds: the view imports much.
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
     else:
@@ -129,15 +129,10 @@ def _find(args: Namespace) -> bool:
     ]
     line = "{name}  {dataset_id}  {slices} slices  {peer_id} at {address}"
     print_result(args, providers, *(line.format(**claim) for claim in providers))
-    if not providers and found:
+    if not providers:
         print_note(
-            f"the DHT has {', '.join(found[:5])} for {args.name!r}; none of them answers as a data node of it. Are "
-            "they running, in this network, and may this node read it?"
-        )
-    elif not providers:
-        print_note(
-            f"no data node announces a dataset named {args.name!r} in this network. "
-            "Check the name, that its data node runs (forebay serve), and that this node is not revoked"
+            f"expected a data node of {args.name!r} in this network, got none that answers, of {len(found)} in the DHT "
+            f"({', '.join(found[:5])}). Check the name, that it runs (forebay serve), and that this node may read it"
         )
     elif len({c.dataset_id for c in claims}) > 1:
         print_note(f"{args.name!r} is the name of several datasets here; they are never mixed")
@@ -241,6 +236,7 @@ def _work(args: Namespace) -> int:
         )  # fmt: skip
         if args.bootstrap:  # Else the command joins the DHT itself, and follows the scheduler to another address.
             arguments["scheduler"] = scheduler.addresses()[0]
+        log.info("%s joins the job %s of %s", identity.name, scheduler.name, ", ".join(scheduler.addresses()))
         scheduler.discovery = None
         stack.close()
         code, stats = run_command(args.command or _COUNT, scheduler, arguments)

@@ -144,6 +144,7 @@ def until_stopped(
             return
         if identity is not None and identity.revocations.find(identity.peer_id, identity.org) is not None:
             identity.check_admitted()
+    log.info("stopping: requests under way are finished first")
 
 
 def check_plain_http(args: Namespace, host: str, purpose: str, advice: str) -> None:

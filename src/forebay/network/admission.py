@@ -27,7 +27,6 @@ from forebay.network.discovery import Discovery
 from forebay.network.join import check_token
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, JsonObject, RenewRequest
-from forebay.network.peer import Scope
 from forebay.network.pki.certificates import EARLY, ROOT_VALID_DAYS, parsing, peer_of, scope_of, verify_certificate
 from forebay.network.pki.files import check_name, read_issuer, read_network
 from forebay.network.pki.identity import join, renew
@@ -139,12 +138,11 @@ class Admissions:
 @contextlib.contextmanager
 def sending_crls(directory: Path, discovery: Discovery) -> Iterator[None]:
     """Send an issuer's new CRLs to the running members while the block runs, as a node of its own: `admission`."""
-    folder, issuer = directory / "admission", read_issuer(directory)
-    roles = frozenset({"viewer"}) if issuer.scope.allows("viewer") else issuer.scope.roles
+    folder = directory / "admission"
     if (folder / "node-cert.pem").exists():  # It may have the earlier certificate of the organisation.
         node = renew(directory, folder, valid_days=ROOT_VALID_DAYS)
-    else:
-        node = join(directory, folder, "admission", valid_days=ROOT_VALID_DAYS, scope=Scope(roles))
+    else:  # Of any role: the issuer's key is beside its own.
+        node = join(directory, folder, "admission", valid_days=ROOT_VALID_DAYS)
     node.revocations = Revocations(directory)
     watch = TrustWatch(node, Client(node), discovery=discovery).start()
     try:

@@ -324,18 +324,14 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
     reason, hint = f"{type(error).__name__}: {error}", "Is the peer running, and the address right?"
-    alert = str(getattr(error, "reason", ""))
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == _EXPIRED:
         reason, hint = "its certificate has expired", "Its owner renews it (forebay network renew)."
     elif isinstance(error, ssl.SSLCertVerificationError):
         reason, hint = "its certificate is of another network", "Compare the two: forebay network show DIR."
-    elif "_ALERT_" in alert:
-        reason = f"it refuses this node's certificate ({alert.partition('_ALERT_')[2].replace('_', ' ').lower()})"
-        hint = "See what it is: forebay network show DIR."
     elif isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
-        reason = "no TLS of a peer comes from there" if isinstance(error, ssl.SSLError) else reason
         hint = (
-            "The peer is full or stops; or it serves plain HTTP (http://HOST:PORT) or the DHT (udp://HOST:PORT) there."
+            "It is full, stops or refuses this certificate; or plain HTTP (http://HOST:PORT) or a DHT node (udp://) is "
+            "there."
         )
     return f"{what}: cannot reach {address}: {reason}. {hint}"
 

@@ -164,7 +164,8 @@ def find_providers(
         try:
             return read_claims(client, address, name, dataset_id=dataset_id) or None
         except NetworkError as error:
-            log.info("providers of %s: %s left out: %s", name, address, error)
+            is_news = client.identity is not None and client.identity.contacts.forget(address)
+            (log.info if is_news else log.debug)("providers of %s: %s left out: %s", name, address, error)
             if getattr(error, "code", "") == REVOKED:
                 revoked.append(str(error))
             return None

@@ -201,8 +201,7 @@ def _post(
             except WrongPeerError as error:
                 raise WrongPeerError(
                     f"admission at {address}: expected that of issuer {issuer}, got another. Nothing was sent to it. "
-                    f"Ask for {'a token with the address of its own server' if node_dir is None else 'its address'} "
-                    "(forebay network admit)."
+                    "Ask that issuer for the address of its own server (forebay network admit)."
                 ) from error
             except (RemoteError, ConnectionLostError) as error:
                 answer = str(error)

@@ -250,8 +250,8 @@ class SchedulerService:
             with self._lock:
                 unserved = self._unserved()
                 self._add_origins()
-                is_over = unserved and not self._unserved()
-            if is_over:
+                is_over = not self._unserved()
+            if is_over and "last seen" in unserved:
                 log.warning("scheduler %s: data nodes serve %r again", self.name, self.name)
 
     def _unserved(self) -> str:
@@ -279,8 +279,7 @@ class SchedulerService:
                         self._add_origins()
                         log.warning("journal opened again: scheduler=%s; workers repeat unrecorded uses", self.name)
                         continue
-                for event in await self._change(self._expire):
-                    log.info("%s", event)
+                await self._change(self._expire)
             except (LedgerError, StateError) as error:
                 self._disk_fault = f"the disk: {error}"
 
@@ -313,8 +312,7 @@ class SchedulerService:
                     retries[index] = time.monotonic() + wait_s, wait_s
                     continue
                 change = partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
-                for event in await self._change(change):
-                    log.warning("checked: %s", event)
+                await self._change(change)
 
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
         """Wait until all that was put up to a ticket is on disk: one commit at a time, for all that wait meanwhile.
@@ -412,9 +410,7 @@ class SchedulerService:
         return JsonResponse(ExchangeReply(**{**vars(result), "leases": leases}).to_json())
 
     def _count(self, peer: Peer, message: ExchangeRequest, new: Sequence[Event], now: float) -> None:
-        usage, is_new = self._activity.notice(peer, now)
-        if is_new:
-            log.info("worker joined: peer_id=%s name=%s address=%s", peer.peer_id, peer.name, message.address or "none")
+        usage = self._activity.notice(peer, now)
         if message.stats is not None:
             usage.add_stats(message.session, message.stats, now)
         self._activity.record(new, self._journal.core.table)
@@ -424,7 +420,6 @@ class SchedulerService:
                 usage.add(num, num * self._catalog.seq_len, now)
             elif isinstance(event, ProviderReported):
                 sha256 = self._catalog.table.row(event.slice_index).sha256
-                log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 self.identity.record_event(
                     "bad_provider", peer=event.peer_id, slice=sha256, by=event.reporter, reason=event.reason
                 )
