@@ -207,6 +207,7 @@ _COUNT = [sys.executable, "-m", "forebay.worker.count"]
 
 
 def _work(args: Namespace) -> int:
+    from forebay.fetch.cache import ChunkCache
     from forebay.lease.scheduler_client import SchedulerClient
     from forebay.network.client import Client
     from forebay.worker.command import loader_arguments, run_command
@@ -221,6 +222,7 @@ def _work(args: Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Until the command runs.
     terminate_on_stdin_close()
     identity = load_identity(args)
+    ChunkCache(args.cache_dir, args.cache_bytes).close()  # What is wrong with its disk is told here, once.
     with Client(identity) as client, contextlib.ExitStack() as stack:
         discovery = None
         if args.scheduler is None:

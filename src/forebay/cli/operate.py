@@ -127,7 +127,8 @@ def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bo
         ]
         if len(intervals) > 10:
             lines += [f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them"]
-    print_result(args, report, *lines, f"ok: {success}" if report["ok"] else "NOT ok")
+    failure = "NOT ok" + (": samples are missing, as while the job runs" if not report["problems"] else "")
+    print_result(args, report, *lines, f"ok: {success}" if report["ok"] else failure)
     return not report["ok"]
 
 

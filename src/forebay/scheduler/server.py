@@ -465,6 +465,8 @@ class SchedulerService:
         peer = self._member(request)
         if await self._change(change):
             self.identity.record_event(verb, job=self.name, by=peer.peer_id)
+        elif verb == "readmit":
+            raise LeaseError(f"job {self.name}: expected slices that are set aside, got none. See `forebay status`.")
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
         return JsonResponse(self._job_status())
 
