@@ -235,12 +235,12 @@ def test_a_page_says_that_its_node_does_not_answer_and_logs_it_once(monkeypatch,
         def poll(self):
             polls.append(1)
             if len(polls) > 1:
-                raise NetworkError("nobody there")
+                raise NetworkError("no peer there")
             return make_view("job", "books", "running")
 
     monkeypatch.setattr(dashboard, "POLL_S", 0.0)
     with dashboard.Dashboard(Gone()).start() as page:
         until(lambda: len(polls) > 3)
         assert main(["status", page.url.rstrip("/")]) == 1
-    assert re.search("books  no answer(.|\n)*nobody there", capsys.readouterr().out)
-    assert caplog.text.count("nobody there") == 1
+    assert re.search("books  no answer(.|\n)*no peer there", capsys.readouterr().out)
+    assert caplog.text.count("no peer there") == 1

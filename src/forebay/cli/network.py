@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import address, days, file, folder, positive, print_result, seconds, show
+from forebay.cli.arguments import address, days, file, folder, positive, print_result, show
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
@@ -64,7 +64,7 @@ def _network_join(args: Namespace) -> None:
                 f"join: cannot read the token: {getattr(error, 'strerror', 'not UTF-8')}. Give --token the file "
                 "that has it."
             ) from None
-        identity = join_by_token(text.strip(), args.directories[0], args.name, time.time() + args.timeout)
+        identity = join_by_token(text.strip(), args.directories[0], args.name)
     else:
         if len(args.directories) != 2:
             raise UsageError("join: expected the directories of network and node, or --token FILE and that of the node")
@@ -94,7 +94,7 @@ def _network_invite(args: Namespace) -> None:
     scope = _scope(args).bounded_by(issuer.scope)
     token = JoinToken(
         secrets.token_hex(16), read_network(args.directory).network_id, issuer.peer_id, args.issuer,
-        tuple(sorted(scope.roles)), scope.datasets, args.uses, round(time.time() + args.hours * 3600),
+        tuple(sorted(scope.roles)), scope.datasets or scope.within, args.uses, round(time.time() + args.hours * 3600),
         args.days or TOKEN_VALID_DAYS,
     )  # fmt: skip
     text = sign_token(issuer, token)
@@ -118,7 +118,7 @@ def _network_admit(args: Namespace) -> None:
     admissions, bootstrap = Admissions(args.directory, open_audit_log()), read_network(args.directory).bootstrap
     with (
         contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server,
-        contextlib.closing(LibtorrentDht("", 0, bootstrap)) as discovery,
+        contextlib.closing(LibtorrentDht("" if bootstrap else "127.0.0.1", 0, bootstrap)) as discovery,
         sending_crls(args.directory, discovery),
     ):
         ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
@@ -126,13 +126,13 @@ def _network_admit(args: Namespace) -> None:
 
 
 def _network_renew(args: Namespace) -> None:
-    from forebay.network.join import renew_at
+    from forebay.network.join import BUSY_S, renew_at
     from forebay.network.pki.identity import renew, renew_organisation
 
     if len(args.directories) != (2 if args.issuer is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --issuer HOST:PORT and one")
     if args.issuer is not None:
-        identity = renew_at(args.issuer, args.directories[0], until=time.time() + args.timeout)
+        identity = renew_at(args.issuer, args.directories[0], until=time.time() + BUSY_S)
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."
@@ -186,18 +186,16 @@ def _find_member(text: str, issuers: list[Path]) -> str:
 
 
 def _network_tokens(args: Namespace) -> None:
-    from forebay.network.pki.files import read_issuer
     from forebay.network.pki.record import MemberRecord
 
     record, rows, lines = MemberRecord(args.directory), list[dict[str, Any]](), list[str]()
-    bounds = read_issuer(args.directory).scope
     for token in record.tokens.values():
         remaining = token.uses - len(record.users[token.id])
         state = "expired" if time.time() >= token.expires_at else "valid" if remaining > 0 else "used up"
         state = "withdrawn" if token.id in record.withdrawn else state
         rows.append({**asdict(token), "uses_left": remaining, "state": state})
         uses = f"{remaining} of {numbered(token.uses, 'use')} left"
-        lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope.bounded_by(bounds)}")
+        lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope}")
     print_result(args, rows, *lines)
 
 
@@ -220,11 +218,6 @@ def _network_revoke(args: Namespace) -> None:
 
     issuers = list(filter(is_issuer, args.directories))
     nodes = [directory for directory in args.directories if directory not in issuers]
-    if missing := [directory for directory in nodes if not directory.is_dir()]:
-        raise UsageError(
-            f"revoke: expected directories behind the member, got {missing[0]}, which is none. "
-            "Write: forebay network revoke MEMBER ISSUER [NODE ...]"
-        )
     if args.notify and not (issuers and nodes):
         raise UsageError(
             "revoke: --notify expected the issuer's directory, to sign, and a node's, to connect as, got one of them. "
@@ -359,7 +352,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--token", "output of network invite; - reads stdin (default: none)", file)
     _add_scope(p, "role of the node; may be repeated (required without a token)")
     _add_days(p, "90; by a token 7, renewed by the node itself")
-    p.add("--timeout", "longest wait for a busy admission server", seconds, 120.0)
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
     p.add("directory", _ISSUER, Path)
     p.add("--issuer", "address of network admit (required)", "HOST:PORT", required=True)
@@ -376,7 +368,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("directories", "ISSUER NODE; with --issuer only NODE", folder, nargs="+")
     p.add("--issuer", "the issuer's admission server (default: its directory)", "HOST:PORT")
     _add_days(p, "90; of an organisation 1825")
-    p.add("--timeout", "longest wait for a busy admission server", seconds, 120.0)
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
     p.usage = "forebay network revoke MEMBER ISSUER [NODE ...] [OPTIONS]"
     p.epilog = "example: forebay network revoke worker-7 net scheduler --notify 10.0.0.2:7420"

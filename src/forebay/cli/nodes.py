@@ -119,10 +119,8 @@ def _find(args: Namespace) -> bool:
 
     with joined_network(args) as (identity, discovery), log_while_waiting(log, what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
-        found = []
-        if not claims:
-            key = record_key(identity.network_id, "dataset", args.name)
-            found = [join_address(*item) for item in discovery.find(key, 0.0)]
+        key = record_key(identity.network_id, "dataset", args.name)
+        addresses = [] if claims else [join_address(*item) for item in discovery.find(key, 0.0)]
     providers = [
         {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
         for c in claims
@@ -131,8 +129,9 @@ def _find(args: Namespace) -> bool:
     print_result(args, providers, *(line.format(**claim) for claim in providers))
     if not providers:
         print_note(
-            f"expected a data node of {args.name!r} in this network, got none that answers, of {len(found)} in the DHT "
-            f"({', '.join(found[:5])}). Check the name, that it runs (forebay serve), and that this node may read it"
+            f"expected a data node of {args.name!r} in this network, got none that answers, of {len(addresses)} in the "
+            f"DHT ({', '.join(addresses[:5])}). Check the name, that it runs (forebay serve), and that this node may "
+            "read it"
         )
     elif len({c.dataset_id for c in claims}) > 1:
         print_note(f"{args.name!r} is the name of several datasets here; they are never mixed")

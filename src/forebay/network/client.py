@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 32 << 10
 MAX_JSON_BYTES = 16 << 20
 MAX_IDLE_PER_PEER = 8
-_EXPIRED = 10  # OpenSSL's X509_V_ERR_CERT_HAS_EXPIRED
 MIN_BYTES_PER_S = 4096  # a lower rate over a time-out is a stall
 _MAX_WAIT_S = 3600.0
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -324,10 +323,10 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
     reason, hint = f"{type(error).__name__}: {error}", "Is the peer running, and the address right?"
-    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code == _EXPIRED:
-        reason, hint = "its certificate has expired", "Its owner renews it (forebay network renew)."
-    elif isinstance(error, ssl.SSLCertVerificationError):
-        reason, hint = "its certificate is of another network", "Compare the two: forebay network show DIR."
+    if isinstance(error, ssl.SSLCertVerificationError):
+        is_expired = "expired" in error.verify_message
+        reason = "its certificate has expired" if is_expired else "its certificate is of another network"
+        hint = "Compare the two: forebay network show DIR."
     elif isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
         hint = (
             "It is full, stops or refuses this certificate; or plain HTTP (http://HOST:PORT) or a DHT node (udp://) is "

@@ -8,7 +8,6 @@ and is a secret until it is used up or expired. Keys never leave their machine.
 import base64
 import itertools
 import json
-import math
 import ssl
 import time
 from contextlib import suppress
@@ -39,6 +38,7 @@ _PREFIX = "forebay1."
 _SIGNED = b"forebay/2 token\n"
 MAX_ANSWER_BYTES = 8 << 20
 TIMEOUT_S = 20.0
+BUSY_S = 120.0  # how long a command waits for a busy server
 PENDING_KEY = "joining-key.pem"
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
@@ -91,11 +91,11 @@ def check_token(text: str, public_key: bytes, now: float) -> JoinToken:
     return token
 
 
-def join_by_token(text: str, out_dir: str | Path, name: str, until: float = math.inf) -> Identity:
+def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     """Join a network with a new key and return the node, loaded.
 
     A repeated attempt after a lost answer uses the same key, so that it uses the token once. While the admission server
-    is busy (429, 503) the request is repeated until the token expires, or `until` a time (Unix seconds).
+    is busy (429, 503) the request is repeated for BUSY_S, or until the token expires.
     """
     folder = Path(out_dir)
     check_new(folder, "node", name)
@@ -106,7 +106,7 @@ def join_by_token(text: str, out_dir: str | Path, name: str, until: float = math
     key = read_key(pending)
     body = {"token": text, "name": name, "request": make_csr(key, name)}
     try:
-        answer = _post(token.address, token.issuer, "/v1/admit", body, min(until, token.expires_at))
+        answer = _post(token.address, token.issuer, "/v1/admit", body, min(time.time() + BUSY_S, token.expires_at))
     except (RemoteError, WrongPeerError):  # The key has no certificate.
         pending.unlink()
         with suppress(OSError):  # It had other files before.

@@ -55,7 +55,7 @@ class TrustWatch:
         self.look_every_s = min(self.look_every_s, self.ask_every_s)
         # At once: files may have changed while the node was down.
         self._ask_at = self._renew_at = time.monotonic()
-        self._discover_at = self._announce_at = time.monotonic() + self.look_every_s  # after its own announcements
+        self._discover_at = time.monotonic() + self.look_every_s  # after its own announcements
         self._stamp = self.identity.revocations.stamp()
         self._thread = SupervisedThread(self._run, "trust", first_wait_s=self.look_every_s)
 
@@ -128,8 +128,7 @@ class TrustWatch:
         if self.discovery is None or now < self._discover_at:
             return
         key = record_key(self.identity.network_id, "revocations", "")
-        if self.address is not None and now >= self._announce_at:
-            self._announce_at = now + DISCOVER_EVERY_S
+        if self.address is not None:
             self.discovery.announce(key, parse_address(self.address)[1])
         for _ in range(NUM_SEARCHES):
             self._ask(_choose(self.discovery.find(key, 2.0)))

@@ -114,7 +114,7 @@ class SchedulerService:
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
         self._num_exchanges = 0
-        self._dht_fault = self._disk_fault = ""
+        self._disk_fault = ""
         self._core_s = 0.0
         self._over_from = 0.0
         self._trust_stamp: object = None
@@ -244,9 +244,8 @@ class SchedulerService:
             try:
                 await asyncio.to_thread(self._announce)
                 await asyncio.to_thread(self._catalog.refresh)
-                self._dht_fault = ""
             except NetworkError as error:
-                self._dht_fault = f"the DHT: {error}"
+                log.warning("scheduler %s: looking for data nodes: %s", self.name, error)
             with self._lock:
                 unserved = self._unserved()
                 self._add_origins()
@@ -260,8 +259,7 @@ class SchedulerService:
     def _find_faults(self) -> list[str]:
         with self._lock:
             unserved = self._unserved()
-        unserved = unserved and f"data nodes: {unserved}; start one (forebay serve)"
-        return list(filter(None, (unserved, self._dht_fault, self._disk_fault)))
+        return [unserved and f"data nodes: {unserved}; start one (forebay serve)", self._disk_fault]
 
     async def _run_expiry(self) -> None:
         interval_s = min(1.0, self._catalog.spec.lease_s / 4)
