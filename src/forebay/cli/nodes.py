@@ -221,7 +221,6 @@ def _work(args: Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Until the command runs.
     terminate_on_stdin_close()
     identity = load_identity(args)
-    ChunkCache(args.cache_dir, args.cache_bytes).close()  # What is wrong with its disk is told here, once.
     with Client(identity) as client, contextlib.ExitStack() as stack:
         discovery = None
         if args.scheduler is None:
@@ -238,6 +237,7 @@ def _work(args: Namespace) -> int:
         if args.bootstrap:  # Else the command joins the DHT itself, and follows the scheduler to another address.
             arguments["scheduler"] = scheduler.addresses()[0]
         log.info("%s joins the job %s of %s", identity.name, scheduler.name, ", ".join(scheduler.addresses()))
+        ChunkCache(args.cache_dir, args.cache_bytes).close()  # What is wrong with its disk is told here, once.
         scheduler.discovery = None
         stack.close()
         code, stats = run_command(args.command or _COUNT, scheduler, arguments)
