@@ -117,7 +117,7 @@ class DataNode(SliceServer):
     def _find_faults(self) -> list[str]:
         lost = [d.name for d in self.datasets if d.is_local and not (d.path / MANIFEST_FILE).is_file()]
         text = f"files of datasets: those of {', '.join(lost)} are gone; restore them, or restart without them"
-        return [*super()._find_faults(), *([text] if lost else [])]
+        return [text] if lost else []
 
     def metrics(self) -> Iterable[Metric]:
         with self._lock:

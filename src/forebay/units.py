@@ -79,5 +79,6 @@ def format_seconds(seconds: float) -> str:
     """`1.5 h`, `28.7 min`, `3.2 s`, `12 ms`."""
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
+            count = seconds / size
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
     return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1e3:.3g} ms"

@@ -134,6 +134,16 @@ STARTS: dict[str, tuple[str, Callable[[Identity, Dataset], object]]] = {
 }
 
 
+def error_of(start: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a start that fails says, by an exception or on stderr."""
+    error = ""
+    try:
+        assert start()
+    except ForebayError as raised:
+        error = str(raised)
+    return error + capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", STARTS)
 def test_a_role_is_asked_for_where_it_starts(what, network_dir, tmp_path, capsys):
     (role, start), dataset = STARTS[what], make_dataset(tmp_path / "data", 2, 40)
@@ -141,14 +151,28 @@ def test_a_role_is_asked_for_where_it_starts(what, network_dir, tmp_path, capsys
     if what in ("serve", "scheduler", "worker"):
         nodes.append(issue(network_dir, "narrow", role, datasets=("books",)))
     for node in nodes:
-        error = ""
-        try:
-            start(node, dataset)
-        except UsageError as raised:
-            error = str(raised)
-        error += capsys.readouterr().err
-        assert f"{what.split()[0]}: expected a certificate for {role} for " in error
-        assert f"got one for {node.scope} ({node.node_dir}). Ask its issuer" in error
+        error = error_of(lambda node=node: start(node, dataset), capsys)
+        assert f"{what.split()[0]}: expected a certificate of scope {role} for " in error
+        assert f"got {node.scope} ({node.node_dir}). Ask its issuer" in error
+
+
+COMMANDS = [
+    "find x", f"status {HOST}:1", f"job pause --scheduler {HOST}:1", f"inspect forebay://test-network/{NAME}",
+    "scheduler x", "worker x", f"network renew {{}} --issuer {HOST}:1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reason, advice", [("expired", "network renew ISSUER"), ("is revoked", "Ask the issuer why")])
+@pytest.mark.parametrize("what", [*STARTS, *COMMANDS])
+def test_who_is_refused_by_all_is_told_before_it_asks_anybody(what, reason, advice, network_dir, tmp_path, capsys):
+    role, start = STARTS.get(what, ("admin", None))
+    scope, folder = Scope(frozenset({role})), tmp_path / "n"
+    node = pki.join(network_dir, folder, "n", scope=scope, valid_days=1e-9 if reason == "expired" else 1.0)
+    pki.revoke(folder, node.peer_id if reason == "is revoked" else "a" * 32)
+    words = [*what.format(folder).split(), "--identity", str(folder)]
+    dataset, node = make_dataset(tmp_path / "data", 2, 40), Identity.load(folder)
+    error = error_of(lambda: start(node, dataset) if start else main(words), capsys)
+    assert reason in error and f"all members refuse this node ({folder}). " in error and advice in error
 
 
 READERS, WORKERS, ADMINS = ROLES - {"viewer"}, {"worker"}, {"admin"}
@@ -230,7 +254,7 @@ def test_a_revoked_member_loses_its_leases_and_its_rank_at_once_and_is_told_why(
             lambda: leasing.exchange({}), late.read_job, membership.join,
             lambda: open_remote(f"forebay://test/{NAME}", identity=worker, discovery=network.discovery),
         ):  # fmt: skip
-            with pytest.raises(ForebayError, match=r"403 revoked: peer .* is revoked"):
+            with pytest.raises(ForebayError, match=r"(403 revoked|w): peer .* is revoked"):
                 request()
 
         # A server that finds itself in a list ends.

@@ -25,6 +25,9 @@ from forebay.network.client import Client
 from forebay.network.dht import wait_for_bootstrap
 from forebay.network.join import renew_at
 from forebay.network.pki.identity import Identity
+from forebay.observe import dashboard
+from forebay.observe.sources import Source
+from forebay.observe.views import make_view
 from forebay.storage import base, retry
 from forebay.storage.hosts import parse_address
 from forebay.storage.hub import find_repo
@@ -227,3 +230,21 @@ def test_a_status_says_why_a_job_cannot_go_on(tmp_path, monkeypatch, caplog, cap
         with pytest.raises(NetworkError, match="503"):
             Membership(coordinator.address, patience_s=0).join()
         assert read(f"http://{coordinator.address}") == (1, ["the disk: database or disk is full"])
+
+
+def test_a_page_says_that_its_node_does_not_answer_and_logs_it_once(monkeypatch, caplog, capsys):
+    polls = []
+
+    class Gone(Source):
+        def poll(self):
+            polls.append(1)
+            if len(polls) > 1:
+                raise NetworkError("no peer there")
+            return make_view("job", "books", "running")
+
+    monkeypatch.setattr(dashboard, "POLL_S", 0.0)
+    with dashboard.Dashboard(Gone()).start() as page:
+        until(lambda: len(polls) > 3)
+        assert main(["status", page.url.rstrip("/")]) == 1
+    assert re.search("books  no answer(.|\n)*no peer there", capsys.readouterr().out)
+    assert caplog.text.count("no peer there") == 1

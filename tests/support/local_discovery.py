@@ -9,6 +9,8 @@ from forebay.storage.hosts import HostPort
 class LocalDiscovery:
     """Discovery without a network: one table, shared by all that hold this object, or addresses known before."""
 
+    fault = ""
+
     def __init__(self, host: str = "127.0.0.1", addresses: Iterable[HostPort] = ()) -> None:
         self._host = host
         self._addresses = list(addresses)

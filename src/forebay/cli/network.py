@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime as dt
-import math
 import sys
 import time
 from argparse import Namespace
@@ -42,7 +41,7 @@ def _network_org(args: Namespace) -> None:
     peer_id = create_organisation(args.network, args.directory, args.name, scope)
     print_result(
         args, {"name": args.name, "peer_id": peer_id, "directory": str(args.directory)},
-        f"organisation {args.name!r} is {peer_id}: its nodes may be {scope}.",
+        f"organisation {args.name!r} is {peer_id}: the scope of its nodes is {scope}.",
         f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.",
         f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker",
     )  # fmt: skip
@@ -54,7 +53,10 @@ def _network_join(args: Namespace) -> None:
 
     if args.token is not None:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
-            raise UsageError("join: with a token expected the node's directory alone; the token says the rest")
+            raise UsageError(
+                "join: with --token expected one directory, and none of --role, --dataset and --days, which the token "
+                "says, got more. Write: forebay network join --token FILE NODE_DIRECTORY --name NODE"
+            )
         try:
             text = sys.stdin.readline() if str(args.token) == "-" else args.token.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -92,14 +94,14 @@ def _network_invite(args: Namespace) -> None:
     scope = _scope(args).bounded_by(issuer.scope)
     token = JoinToken(
         secrets.token_hex(16), read_network(args.directory).network_id, issuer.peer_id, args.issuer,
-        tuple(sorted(scope.roles)), scope.datasets, args.uses, round(time.time() + args.hours * 3600),
+        tuple(sorted(scope.roles)), scope.datasets or scope.within, args.uses, round(time.time() + args.hours * 3600),
         args.days or TOKEN_VALID_DAYS,
     )  # fmt: skip
     text = sign_token(issuer, token)
     MemberRecord(args.directory).add(token=token)
     print_result(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
     print(
-        f"token {token.id[:8]}: {numbered(token.uses, 'node')} may join as {scope}, "
+        f"token {token.id[:8]}: {numbered(token.uses, 'node')} may join, of scope {scope}, "
         f"until {_date(token.expires_at)}. Send it like a password.\n"
         f"next, here: forebay network admit {args.directory} --listen {args.issuer}\n"
         f"next, there: forebay network join --token FILE NODE_DIRECTORY --name NODE",
@@ -108,23 +110,29 @@ def _network_invite(args: Namespace) -> None:
 
 
 def _network_admit(args: Namespace) -> None:
-    from forebay.network.admission import Admissions, AdmissionServer
+    from forebay.network.admission import Admissions, AdmissionServer, sending_crls
     from forebay.network.audit import open_audit_log
+    from forebay.network.dht import LibtorrentDht
+    from forebay.network.pki.files import read_network
 
-    admissions = Admissions(args.directory, open_audit_log())
-    with contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server:
+    admissions, bootstrap = Admissions(args.directory, open_audit_log()), read_network(args.directory).bootstrap
+    with (
+        contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server,
+        contextlib.closing(LibtorrentDht("" if bootstrap else "127.0.0.1", 0, bootstrap)) as discovery,
+        sending_crls(args.directory, discovery),
+    ):
         ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
         until_stopped(stop_event())
 
 
 def _network_renew(args: Namespace) -> None:
-    from forebay.network.join import renew_at
+    from forebay.network.join import BUSY_S, renew_at
     from forebay.network.pki.identity import renew, renew_organisation
 
     if len(args.directories) != (2 if args.issuer is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --issuer HOST:PORT and one")
     if args.issuer is not None:
-        identity = renew_at(args.issuer, args.directories[0], until=math.inf)
+        identity = renew_at(args.issuer, args.directories[0], until=time.time() + BUSY_S)
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
         text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."
@@ -211,7 +219,10 @@ def _network_revoke(args: Namespace) -> None:
     issuers = list(filter(is_issuer, args.directories))
     nodes = [directory for directory in args.directories if directory not in issuers]
     if args.notify and not (issuers and nodes):
-        raise UsageError("revoke: --notify needs the issuer's directory, to sign, and a node's, to connect as")
+        raise UsageError(
+            "revoke: --notify expected the issuer's directory, to sign, and a node's, to connect as, got one of them. "
+            "Write: forebay network revoke MEMBER ISSUER NODE --notify HOST:PORT"
+        )
     peer_id = _find_member(args.member, issuers)
     crls = [revoke(directory, peer_id, *nodes) for directory in issuers]
     for directory in nodes:
@@ -219,12 +230,16 @@ def _network_revoke(args: Namespace) -> None:
     lines = [f"{peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on."] if nodes else []
     for crl in crls:
         assert crl is not None  # an issuer's directory signs
-        lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
+        lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}.")
         lines += [_notify(nodes[0], target, crl) for target in args.notify]
     issued = [{"issuer": crl.issuer, "number": crl.number} for crl in crls if crl is not None]
     print_result(args, {"peer_id": peer_id, "crls": issued}, *lines)
     if crls and not nodes:
-        print("No node has it yet: name a running node's directory, or --notify HOST:PORT.", file=sys.stderr)
+        print(
+            "No node has the CRL yet: a running `forebay network admit` on that directory sends it to them in seconds. "
+            f"Where none runs: forebay network revoke {peer_id} {args.directories[0]} NODE --notify HOST:PORT",
+            file=sys.stderr,
+        )
 
 
 def _notify(node_dir: Path, target: str, crl: Any) -> str:
@@ -354,9 +369,11 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--issuer", "the issuer's admission server (default: its directory)", "HOST:PORT")
     _add_days(p, "90; of an organisation 1825")
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
+    p.usage = "forebay network revoke MEMBER ISSUER [NODE ...] [OPTIONS]"
+    p.epilog = "example: forebay network revoke worker-7 net scheduler --notify 10.0.0.2:7420"
     p.add("member", "name or peer id of the node or organisation; where only nodes' directories follow, a peer id")
-    p.add("directories", "the issuer's, to sign a CRL; nodes'", folder, nargs="+")
-    p.add_list("--notify", "node to send the CRL to (default: none)", "HOST:PORT")
+    p.add("directories", "the issuer's, to sign a CRL; nodes', which pass it on while they run", folder, nargs="+")
+    p.add_list("--notify", "node to send the CRL to, as the first NODE (default: none)", "HOST:PORT")
     p = verb("members", _network_members, "list the nodes and organisations that an issuer certified", network)
     p.add("directory", _ISSUER, Path)
     p = verb("tokens", _network_tokens, "list the tokens that an issuer gave", network)

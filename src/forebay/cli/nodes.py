@@ -28,6 +28,7 @@ from forebay.cli.arguments import (
 from forebay.cli.running import (
     add_from_urls,
     add_node,
+    check_plain_http,
     joined_network,
     listening_address,
     load_identity,
@@ -38,8 +39,8 @@ from forebay.cli.running import (
     terminate_on_stdin_close,
     until_stopped,
 )
-from forebay.errors import LeaseError, UsageError, did_you_mean
-from forebay.storage.hosts import is_loopback
+from forebay.errors import LeaseError, NetworkError, UsageError, did_you_mean
+from forebay.storage.hosts import join_address
 from forebay.storage.retry import log_while_waiting
 from forebay.toml import parse_settings
 
@@ -48,14 +49,17 @@ def _status(args: Namespace) -> bool:
     if args.address is None:
         raise UsageError("status: expected HOST:PORT, got none. Give a node's address, or set FOREBAY_STATUS.")
     if args.address.startswith("udp://"):
-        from forebay.network.dht import wait_for_bootstrap
+        from forebay.network.dht import ping
 
-        node = address(args.address.removeprefix("udp://"))
-        wait_for_bootstrap([node], args.timeout)
+        if reason := ping(address(args.address.removeprefix("udp://")), args.timeout):
+            raise NetworkError(
+                f"DHT node at {args.address}: expected an answer within {args.timeout:g} s, got none: {reason}. "
+                "Is it running (forebay dht), and does UDP reach it?"
+            )
         print_result(args, {"healthy": True}, f"DHT node at {args.address}: up")
         return False
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
-    is_healthy = not status.get("draining") and (args.probe or not status.get("faults"))
+    is_healthy = not status.get("draining") and (args.probe or not (status.get("faults") or status.get("error")))
     if args.json:  # Also for probes, which repeat this every few seconds: the view imports much.
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
     else:
@@ -108,13 +112,15 @@ def _serve(args: Namespace) -> None:
 
 def _find(args: Namespace) -> bool:
     from forebay.network.client import Client
-    from forebay.network.discovery import find_providers
+    from forebay.network.discovery import find_providers, record_key
 
     def what() -> str:
         return f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
 
     with joined_network(args) as (identity, discovery), log_while_waiting(log, what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
+        key = record_key(identity.network_id, "dataset", args.name)
+        addresses = [] if claims else [join_address(*item) for item in discovery.find(key, 0.0)]
     providers = [
         {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
         for c in claims
@@ -123,8 +129,9 @@ def _find(args: Namespace) -> bool:
     print_result(args, providers, *(line.format(**claim) for claim in providers))
     if not providers:
         print_note(
-            f"no data node announces a dataset named {args.name!r} in this network. "
-            "Check the name, that its data node runs (forebay serve), and that this node is not revoked"
+            f"expected a data node of {args.name!r} in this network, got none that answers, of {len(addresses)} in the "
+            f"DHT ({', '.join(addresses[:5])}). Check the name, that it runs (forebay serve), and that this node may "
+            "read it"
         )
     elif len({c.dataset_id for c in claims}) > 1:
         print_note(f"{args.name!r} is the name of several datasets here; they are never mixed")
@@ -199,6 +206,7 @@ _COUNT = [sys.executable, "-m", "forebay.worker.count"]
 
 
 def _work(args: Namespace) -> int:
+    from forebay.fetch.cache import ChunkCache
     from forebay.lease.scheduler_client import SchedulerClient
     from forebay.network.client import Client
     from forebay.worker.command import loader_arguments, run_command
@@ -228,6 +236,8 @@ def _work(args: Namespace) -> int:
         )  # fmt: skip
         if args.bootstrap:  # Else the command joins the DHT itself, and follows the scheduler to another address.
             arguments["scheduler"] = scheduler.addresses()[0]
+        log.info("%s joins the job %s of %s", identity.name, scheduler.name, ", ".join(scheduler.addresses()))
+        ChunkCache(args.cache_dir, args.cache_bytes).close()  # What is wrong with its disk is told here, once.
         scheduler.discovery = None
         stack.close()
         code, stats = run_command(args.command or _COUNT, scheduler, arguments)
@@ -243,13 +253,8 @@ def _coordinate(args: Namespace) -> None:
     identity, config = None, _run_config(args)
     if args.identity is not None:
         identity = load_identity(args)
-    elif not is_loopback(host):
-        if not args.allow_plain_http:
-            raise UsageError(
-                f"coordinator: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
-                "Give --identity DIR for mutual TLS, or --allow-plain-http on a trusted network."
-            )
-        print_note(f"plain HTTP on {host}:{port}: any host that reaches it may join the run.")
+    else:
+        check_plain_http(args, host, "join the run", "Give --identity DIR for mutual TLS")
     if args.state is None:
         print_note("the run's state is in memory; --state DIR stores it.")
     rules = Rules(

@@ -18,7 +18,6 @@ from forebay.cli.arguments import (
     file,
     folder,
     positive,
-    print_note,
     print_result,
     public_key,
     rate,
@@ -28,11 +27,10 @@ from forebay.cli.arguments import (
     size,
     validate,
 )
-from forebay.cli.running import load_identity, ready, stop_event, until_stopped
+from forebay.cli.running import check_plain_http, load_identity, ready, stop_event, until_stopped
 from forebay.errors import MALFORMED, StateError, UsageError
 from forebay.launch import KINDS, render, write
 from forebay.machine import memory_bytes
-from forebay.storage.hosts import is_loopback
 from forebay.toml import read_toml
 
 if TYPE_CHECKING:
@@ -89,13 +87,7 @@ def _dashboard(args: Namespace) -> None:
         source = _open(args, stack, "dashboard")
         source.poll()  # What cannot be shown is an error here.
         host, port = address(args.listen)
-        if not is_loopback(host):
-            if not args.allow_plain_http:
-                raise UsageError(
-                    f"dashboard: expected an address of this machine only, got {host}: any host that reaches it could "
-                    "read the page. Use 127.0.0.1 and an SSH tunnel, or --allow-plain-http."
-                )
-            print_note(f"plain HTTP on {args.listen}: any host that reaches it can read the page.")
+        check_plain_http(args, host, "read the page", "Use 127.0.0.1 and an SSH tunnel")
         record = None if args.record is None else RunRecord(args.record)
         page = stack.enter_context(Dashboard(source, host, port, record=record).start())
         ready(args, role="dashboard", url=page.url)
@@ -135,7 +127,8 @@ def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bo
         ]
         if len(intervals) > 10:
             lines += [f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them"]
-    print_result(args, report, *lines, f"ok: {success}" if report["ok"] else "NOT ok")
+    failure = "NOT ok" + (": samples are missing, as while the job runs" if not report["problems"] else "")
+    print_result(args, report, *lines, f"ok: {success}" if report["ok"] else failure)
     return not report["ok"]
 
 
@@ -393,7 +386,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("target", _TARGET, "TARGET")
     p.add("--listen", "address of the page; port 0: a free one", "HOST:PORT", "127.0.0.1:7480")
     p.add("--record", "record the run; `top --replay DIR` opens it later (default: none)", folder)
-    p.add_flag("--allow-plain-http", "allow other addresses than this machine's")
+    p.add_flag("--allow-plain-http", "allow plain HTTP beyond this machine")
 
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)

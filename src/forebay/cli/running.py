@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import address, plain, print_result, seconds
+from forebay.cli.arguments import address, plain, print_note, print_result, seconds
 from forebay.cli.parser import Parser
-from forebay.errors import NetworkError, UsageError
+from forebay.errors import UsageError
+from forebay.storage.hosts import is_loopback
 from forebay.storage.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
@@ -28,7 +29,7 @@ log = logging.getLogger("forebay.cli")
 
 
 def load_identity(args: Namespace) -> Identity:
-    """This node's identity, from `--identity`."""
+    """This node's identity, from `--identity`. NetworkError if all members refuse it."""
     from forebay.network.pki.identity import Identity
 
     if args.identity is None:
@@ -36,7 +37,9 @@ def load_identity(args: Namespace) -> Identity:
             "expected --identity DIR, got none. Give this node's directory (forebay network join); what serves plain "
             "HTTP, such as a page, is http://HOST:PORT."
         )
-    return Identity.load(args.identity)
+    identity = Identity.load(args.identity)
+    identity.check_admitted()
+    return identity
 
 
 @contextmanager
@@ -132,15 +135,28 @@ def terminate_on_stdin_close() -> None:
 def until_stopped(
     stop: threading.Event, until: Callable[[], bool] | None = None, identity: Identity | None = None
 ) -> None:
-    """Wait until `stop` is set or `until` returns True; NetworkError once `identity`, this node's, is revoked."""
+    """Wait until `stop` is set or `until` returns True; NetworkError once `identity`, this node's, is revoked.
+
+    An expired certificate may be renewed while the node runs.
+    """
     while not stop.wait(0.2):
         if until is not None and until():
             return
-        if identity is not None and (reason := identity.revocations.find(identity.peer_id, identity.org)) is not None:
-            raise NetworkError(
-                f"{identity.name}: {reason}, so all members refuse this node ({identity.node_dir}). "
-                "Ask the issuer why, and join again in another directory."
-            )
+        if identity is not None and identity.revocations.find(identity.peer_id, identity.org) is not None:
+            identity.check_admitted()
+    log.info("stopping: requests under way are finished first")
+
+
+def check_plain_http(args: Namespace, host: str, purpose: str, advice: str) -> None:
+    """Raise UsageError if other hosts could use plain HTTP at a host, unless the user allows it: then print a note."""
+    if is_loopback(host):
+        return
+    if not args.allow_plain_http:
+        raise UsageError(
+            f"--listen: expected an address of this machine only, got {host}: any host that reaches it could {purpose} "
+            f"by plain HTTP. {advice}, or --allow-plain-http on a trusted network."
+        )
+    print_note(f"plain HTTP on {args.listen}: any host that reaches it may {purpose}.")
 
 
 def add_node(

@@ -166,6 +166,9 @@ class LeaseFetches:
             else:
                 self._check(started)
         self._feed.fetch()  # There may be space now.
+        if self._feed.no_room:
+            with self.leases.locked() as state:
+                state.fault = self._feed.no_room
         while time.monotonic() >= self._not_before:
             with self.leases.locked() as state:
                 lease = state.next_to_fetch()

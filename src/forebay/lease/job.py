@@ -98,6 +98,8 @@ class LeaseJob(Closing):
 class _DataNodes:
     """The data nodes that a scheduler names, as a Discovery."""
 
+    fault = ""
+
     def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
         self._is_first = True

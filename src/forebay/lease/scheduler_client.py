@@ -142,11 +142,8 @@ class SchedulerClient:
             candidates = [self.fixed_address] if self.fixed_address else []
             if self.discovery is not None:
                 key = record_key(self.identity.network_id, "scheduler", self.name)
-                try:
-                    candidates += [join_address(*address) for address in self.discovery.find(key, 2.0)]
-                    self._reason = "the DHT names none"
-                except NetworkError as error:
-                    self._reason = f"the DHT cannot be reached: {error}"
+                candidates += [join_address(*address) for address in self.discovery.find(key, 2.0)]
+                self._reason = self.discovery.fault or "the DHT names none"
             for address in dict.fromkeys(candidates):
                 try:
                     self._read(address)

@@ -32,6 +32,7 @@ from forebay.lease.messages import (
 )
 from forebay.ledger.chain import Used
 from forebay.order.shard_windows import receipt
+from forebay.units import numbered
 
 MAX_LEASES = 16  # the scheduler grants a session no more: the lease in use, and prefetched ones
 MAX_FETCHES = 4  # slices that a worker fetches at once
@@ -166,7 +167,7 @@ class LeaseState:
         """What keeps the next step from starting, as text for a log line."""
         fault = f"; the last fault: {self.fault}" if self.fault else ""
         if slices := self.fetching():
-            return f"{len(slices)} slices to be fetched: {', '.join(map(str, slices[:3]))}{fault}"
+            return f"{numbered(len(slices), 'slice')} to be fetched: {', '.join(map(str, slices[:3]))}{fault}"
         if self._awaits_reply:
             return "an answer of the scheduler"
         return f"a lease: {self.reason or 'the scheduler has none free now'}{fault}"

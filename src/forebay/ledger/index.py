@@ -170,7 +170,7 @@ def open_index(path: str | Path) -> LedgerIndex:
             elif entry.kind == "worker":
                 names[str(entry.body.get("worker"))] = str(entry.body.get("name", ""))
     except OSError as error:
-        raise LedgerError(f"ledger {path}: cannot read it: {error}. Check the path.") from error
+        raise LedgerError(f"ledger {path}: cannot read it: {error}. Give the file: ledger.jsonl.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerError(
             f"ledger {path}: expected the entries that a scheduler writes, got {error!r}. Run `forebay ledger verify`."

@@ -96,7 +96,7 @@ def verify_ledger(
                     f"the last line has no end ({path}, line {reading.entries + 1}): torn by a crash, or cut"
                 )
     except OSError as error:
-        raise LedgerError(f"ledger {path}: cannot read it: {error}. Check the path.") from error
+        raise LedgerError(f"ledger {path}: cannot read it: {error}. Give the file: ledger.jsonl.") from error
     except LedgerError as error:
         reading.problem(str(error))
     job = reading.job

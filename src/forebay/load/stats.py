@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 from forebay.order.step_index import check_integer
 
 _ADVICE = {
-    "scheduler": "Use a scheduler nearby, or lease larger slices",
-    "network": "Use a nearer origin, more connections (NetworkOptions.connections), or a larger cache",
+    "scheduler": "`forebay status` of it says why it leases nothing; else use one nearby, or larger slices",
+    "network": "Use a nearer origin or a larger cache; in a Loader more connections (NetworkOptions.connections)",
     "disk": "Use a faster disk for the data or the cache, or the RAM tier (cache='ram')",
     "device": "Copy batches ahead (prefetch=2 of to_torch or to_jax), or send fewer bytes (dtype int32)",
     "tokenize": "Use more lanes and processes, or tokenize once (`forebay prepare`)",
@@ -46,10 +46,10 @@ class Bottleneck(NamedTuple):
     speedup: float  # How many times as fast training would run without this cause.
 
     def __str__(self) -> str:
+        gain = f"without it, it would run {self.speedup:.2f} times as fast" if self.speedup < 100 else "it stands still"
         return (
             f"training waits for data {100 * self.wait_share:.0f} % of the time, {100 * self.cause_share:.0f} % of "
-            f"that for the {self.cause}: without it, it would run {self.speedup:.2f} times as fast. "
-            f"{_ADVICE[self.cause]}."
+            f"that for the {self.cause}: {gain}. {_ADVICE[self.cause]}."
         )
 
 

@@ -22,13 +22,17 @@ from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import log
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
+from forebay.network.client import Client
+from forebay.network.discovery import Discovery
 from forebay.network.join import check_token
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, JsonObject, RenewRequest
-from forebay.network.pki.certificates import EARLY, parsing, peer_of, scope_of, verify_certificate
+from forebay.network.pki.certificates import EARLY, ROOT_VALID_DAYS, parsing, peer_of, scope_of, verify_certificate
 from forebay.network.pki.files import check_name, read_issuer, read_network
+from forebay.network.pki.identity import join, renew
 from forebay.network.pki.record import MemberRecord
 from forebay.network.pki.revocation import Revocations
+from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server import Server
 from forebay.peer_id import peer_id_of
 
@@ -126,9 +130,25 @@ class Admissions:
             raise ProtocolError(reason)
 
     def _record_event(self, kind: str, **fields: Any) -> None:
-        log.info("admission: %s %s", kind, fields)
+        log.info("admission: %s %s", kind, " ".join(f"{name}={value}" for name, value in fields.items()))
         if self.audit is not None:
             self.audit.append(kind, **fields)
+
+
+@contextlib.contextmanager
+def sending_crls(directory: Path, discovery: Discovery) -> Iterator[None]:
+    """Send an issuer's new CRLs to the running members while the block runs, as a node of its own: `admission`."""
+    folder = directory / "admission"
+    if (folder / "node-cert.pem").exists():  # It may have the earlier certificate of the organisation.
+        node = renew(directory, folder, valid_days=ROOT_VALID_DAYS)
+    else:  # Of any role: the issuer's key is beside its own.
+        node = join(directory, folder, "admission", valid_days=ROOT_VALID_DAYS)
+    node.revocations = Revocations(directory)
+    watch = TrustWatch(node, Client(node), discovery=discovery).start()
+    try:
+        yield
+    finally:
+        watch.close()
 
 
 class AdmissionServer(Server):

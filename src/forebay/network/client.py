@@ -322,13 +322,17 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
-    hint = "Is the peer running, and the address right?"
-    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
+    reason, hint = f"{type(error).__name__}: {error}", "Is the peer running, and the address right?"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        is_expired = "expired" in error.verify_message
+        reason = "its certificate has expired" if is_expired else "its certificate is of another network"
+        hint = "Compare the two: forebay network show DIR."
+    elif isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
         hint = (
-            "Both sides need a valid certificate of the same network (`forebay network show DIR`); or the peer is "
-            "full, or serves another protocol at that port."
+            "It is full, stops or refuses this certificate; or plain HTTP (http://HOST:PORT) or a DHT node (udp://) is "
+            "there."
         )
-    return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
+    return f"{what}: cannot reach {address}: {reason}. {hint}"
 
 
 def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:

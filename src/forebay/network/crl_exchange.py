@@ -57,8 +57,8 @@ def exchange_crls(
     try:
         _exchange(client, identity, address, started + timeout_s)
     except Exception as error:  # noqa: BLE001 - whatever a peer sends ends no other request, and no thread
-        log.info("CRLs: %s not asked for %.0f s: %s", address, AVOID_S, error)
-        contacts.avoid(address, time.monotonic() + AVOID_S)
+        is_news = contacts.avoid(address, time.monotonic() + AVOID_S)
+        (log.info if is_news else log.debug)("CRLs: %s is not asked for %.0f s: %s", address, AVOID_S, error)
         return False
     return True
 

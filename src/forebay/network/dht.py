@@ -5,7 +5,11 @@ node also announces to itself, from each address at which another host can reach
 can be found. Announcements are repeated when the routing table grows; the owner repeats them before they expire
 (libtorrent drops them after some 45 minutes).
 
-Cost: a UDP port and two threads. Anyone who reaches the port can read the records, so they contain addresses only. A
+A bootstrap node that was away has forgotten all others, and they have forgotten it: libtorrent asks it again only while
+it knows fewer than three others. So each node enters by it again and again: else those that came before and after would
+not find each other.
+
+Cost: a UDP port and three threads. Anyone who reaches the port can read the records, so they contain addresses only. A
 node stores at most MAX_ADDRESSES under a key and returns 100 random ones: a flood can delay a search, not prevent it.
 """
 
@@ -28,6 +32,8 @@ QUIET_S = 0.4  # wait for further answers while no round-trip time is known
 MIN_QUIET_S = 0.1
 STATS_EVERY_S = 0.5
 ANNOUNCE_S = 3.0  # for this node itself to take an announcement: on a busy machine, and it is not repeated
+REJOIN_EVERY_S = 20.0  # by each bootstrap node
+PING_S = 1.0
 MAX_ADDRESSES = 5000  # stored under one key
 lt: Any = libtorrent  # its type stubs are incomplete
 
@@ -46,6 +52,8 @@ class LibtorrentDht:
         host = host or host_towards(*bootstrap[:1])
         self.host = host
         self.port = port
+        self.fault = ""  # see Discovery
+        self._bootstrap = list(bootstrap)
         self._addresses = set[str]()
         self._changed = threading.Condition()
         self._results: dict[bytes, set[HostPort]] = {}
@@ -61,6 +69,7 @@ class LibtorrentDht:
         except (OSError, OverflowError, RuntimeError) as error:
             raise self._listen_error(error) from error
         self._pump = SupervisedThread(self._run, "dht").start()
+        self._joiner = SupervisedThread(self._keep_joined, "dht-join")
         with self._changed:
             self._changed.wait_for(lambda: self._addresses or self._failure, START_TIMEOUT_S)
         listening = int(self._session.listen_port())
@@ -68,6 +77,8 @@ class LibtorrentDht:
             self.close()
             raise self._listen_error(self._failure or "no answer from libtorrent")
         self.port = listening
+        if bootstrap:
+            self._joiner.start()
 
     def _listen_error(self, reason: object) -> NetworkError:
         return NetworkError(
@@ -127,8 +138,9 @@ class LibtorrentDht:
                 return
             self._closed = True
             self._changed.notify_all()
-        self._pump.stop()
-        self._pump.join()
+        for thread in (self._joiner, self._pump):
+            thread.stop()
+            thread.join()
         del self._session  # returns when libtorrent's threads have ended
 
     def _run(self) -> None:
@@ -141,6 +153,24 @@ class LibtorrentDht:
             self._session.wait_for_alert(100)
             for alert in self._session.pop_alerts():
                 self._handle(alert)
+
+    def _keep_joined(self) -> None:
+        """Enter the DHT again by the bootstrap nodes that answer, until `close`; two rounds without any are a fault."""
+        num_failed = 0
+        while not self._joiner.stopping.wait(REJOIN_EVERY_S):
+            states = {address: "" if self._closed else ping(address, PING_S) for address in self._bootstrap}
+            for address, state in states.items():
+                if not state:
+                    self._session.add_dht_node(address)
+            num_failed = num_failed + 1 if all(states.values()) else 0
+            before, self.fault = self.fault, ""
+            if num_failed > 1:
+                self.fault = (
+                    f"the DHT: no bootstrap node answers ({_describe(states)}): nodes that start now are not found; "
+                    "start one again (forebay dht)"
+                )
+            if bool(before) != bool(self.fault):
+                log.warning("%s", self.fault or "the DHT: a bootstrap node answers again")
 
     def _handle(self, alert: Any) -> None:
         announced: list[tuple[bytes, int]] = []
@@ -189,28 +219,35 @@ class LibtorrentDht:
 
 def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: threading.Event | None = None) -> None:
     """Wait until a bootstrap node answers a ping or `stop` is set. NetworkError with all states after `timeout_s`."""
-    states = {join_address(*address): "no answer" for address in addresses}
-
-    def describe() -> str:
-        return ", ".join(f"{address}: {state}" for address, state in states.items())
-
+    states = dict.fromkeys(addresses, "no answer")
     deadline = time.monotonic() + timeout_s
-    with log_while_waiting(log, lambda: f"a bootstrap node of the DHT; asked {describe()}"):
+    with log_while_waiting(log, lambda: f"a bootstrap node of the DHT; asked {_describe(states)}"):
         while True:
             for address in addresses:
-                wait_s = max(0.05, min(1.0, deadline - time.monotonic()) / len(addresses))
-                try:
-                    _send_query(address, b"ping", {}, wait_s)
+                wait_s = max(0.05, min(PING_S, deadline - time.monotonic()) / len(addresses))
+                states[address] = ping(address, wait_s)
+                if not states[address]:
                     return
-                except OSError as error:  # without `strerror` it is the time-out; ICMP: no process listens at the port
-                    states[join_address(*address)] = error.strerror or "no answer"
             if (stop or threading.Event()).wait(0.05):
                 return
             if time.monotonic() >= deadline:
                 raise NetworkError(
-                    f"No bootstrap node answered ({describe()}); the DHT cannot be queried. Start one with "
+                    f"No bootstrap node answered ({_describe(states)}); the DHT cannot be queried. Start one with "
                     "`forebay dht`, check that UDP reaches it, or name another with --bootstrap."
                 )
+
+
+def ping(address: HostPort, timeout_s: float) -> str:
+    """Send a ping; return why there is no answer, "" if there is one."""
+    try:
+        _send_query(address, b"ping", {}, timeout_s)
+        return ""
+    except OSError as error:  # without `strerror` it is the time-out; ICMP: no process listens at the port
+        return error.strerror or "no answer"
+
+
+def _describe(states: dict[HostPort, str]) -> str:
+    return ", ".join(f"{join_address(*address)}: {state or 'answers'}" for address, state in states.items())
 
 
 def _send_query(

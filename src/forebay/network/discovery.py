@@ -43,7 +43,12 @@ T = TypeVar("T")
 
 
 class Discovery(Protocol):
-    """A store of addresses under keys of 20 bytes, such as a DHT. Thread-safe."""
+    """A store of addresses under keys of 20 bytes, such as a DHT. Thread-safe.
+
+    `fault`: why others are not found now, as `WHAT: why; what to do`; "" if there is nothing wrong.
+    """
+
+    fault: str
 
     def announce(self, key: bytes, port: int) -> None:
         """Announce this host and a TCP port under a key, until the record expires or the process ends."""
@@ -159,7 +164,8 @@ def find_providers(
         try:
             return read_claims(client, address, name, dataset_id=dataset_id) or None
         except NetworkError as error:
-            log.info("providers of %s: %s left out: %s", name, address, error)
+            is_news = client.identity is not None and client.identity.contacts.forget(address)
+            (log.info if is_news else log.debug)("providers of %s: %s left out: %s", name, address, error)
             if getattr(error, "code", "") == REVOKED:
                 revoked.append(str(error))
             return None

@@ -10,6 +10,7 @@ import itertools
 import json
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.ledger.chain import canonical_json
 from forebay.network import log
-from forebay.network.client import Client, ConnectionLostError, RemoteError
+from forebay.network.client import Client, ConnectionLostError, RemoteError, WrongPeerError
 from forebay.network.pki import certificates
 from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import check_new, parse_network, read_key, write_key
@@ -37,6 +38,7 @@ _PREFIX = "forebay1."
 _SIGNED = b"forebay/2 token\n"
 MAX_ANSWER_BYTES = 8 << 20
 TIMEOUT_S = 20.0
+BUSY_S = 120.0  # how long a command waits for a busy server
 PENDING_KEY = "joining-key.pem"
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
@@ -92,8 +94,8 @@ def check_token(text: str, public_key: bytes, now: float) -> JoinToken:
 def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     """Join a network with a new key and return the node, loaded.
 
-    A repeated attempt after a failure uses the same key, so that it uses the token once. While the admission server is
-    busy (429, 503) the request is repeated until the token expires.
+    A repeated attempt after a lost answer uses the same key, so that it uses the token once. While the admission server
+    is busy (429, 503) the request is repeated for BUSY_S, or until the token expires.
     """
     folder = Path(out_dir)
     check_new(folder, "node", name)
@@ -102,13 +104,14 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     if not pending.exists():
         write_key(pending, Ed25519PrivateKey.generate())
     key = read_key(pending)
-    answer = _post(
-        token.address,
-        token.issuer,
-        "/v1/admit",
-        {"token": text, "name": name, "request": make_csr(key, name)},
-        token.expires_at,
-    )
+    body = {"token": text, "name": name, "request": make_csr(key, name)}
+    try:
+        answer = _post(token.address, token.issuer, "/v1/admit", body, min(time.time() + BUSY_S, token.expires_at))
+    except (RemoteError, WrongPeerError):  # The key has no certificate.
+        pending.unlink()
+        with suppress(OSError):  # It had other files before.
+            folder.rmdir()
+        raise
     atomic_write(folder / ADMISSION, json.dumps({"address": token.address}).encode())
     _write_node(folder, answer, key, token.network_id, token.issuer)
     pending.unlink()
@@ -123,6 +126,7 @@ def renew_at(address: str, node_dir: str | Path, until: float = 0.0) -> Identity
     """
     folder = Path(node_dir)
     node = Identity.load(folder)
+    node.check_admitted()
     key = read_key(folder / "node-key.pem")
     issuer = node.org or node.network_id
     answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, until, folder)
@@ -194,6 +198,11 @@ def _post(
         for tried in itertools.count(1):
             try:
                 return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]
+            except WrongPeerError as error:
+                raise WrongPeerError(
+                    f"admission at {address}: expected that of issuer {issuer}, got another. Nothing was sent to it. "
+                    "Ask that issuer for the address of its own server (forebay network admit)."
+                ) from error
             except (RemoteError, ConnectionLostError) as error:
                 answer = str(error)
                 is_busy = isinstance(error, ConnectionLostError) or error.status in (429, 503)

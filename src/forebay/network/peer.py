@@ -135,10 +135,14 @@ class Contacts:
         self._next_at[address] = now + pause_s
         return True
 
-    def avoid(self, address: str, until: float) -> None:
-        """Forget an address, and exchange nothing with it until a time (of time.monotonic)."""
-        self._proven.pop(address, None)
+    def avoid(self, address: str, until: float) -> bool:
+        """As `forget`; exchange nothing with the address until a time (of time.monotonic)."""
         self._next_at[address] = until
+        return self.forget(address)
+
+    def forget(self, address: str) -> bool:
+        """Forget an address; return whether it is news that it fails: a member answered there before."""
+        return address in self._proven and self._proven.pop(address) is None
 
 
 def member_id(peer_id: str, session: str) -> str:

@@ -250,6 +250,7 @@ def open_peers(
     if identity is None:
         identity = Path(os.environ.get("FOREBAY_HOME") or home_directory() / ".forebay") / quote(network, safe="")
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
+    identity.check_admitted()
     if identity.network_name != network and not is_default:
         raise UsageError(
             f"{printable_url(url)}: expected an identity in the network {network!r}, got one in "

@@ -67,15 +67,12 @@ def sign_dataset(
 ) -> Publication:  # fmt: skip
     """Write a dataset's manifest.sig.json; the default `serial` is the Unix time in microseconds.
 
-    Raises UsageError if this member is refused itself, as by the end of its certificate.
+    Raises UsageError; NetworkError if all members refuse this one.
     """
     path = Path(directory) / "manifest.json"
     if not path.is_file():
         raise UsageError(f"sign: expected a dataset, got no file {path}. Prepare or import it first.")
-    if (reason := identity.refusal(identity.as_peer)) is not None:
-        raise UsageError(
-            f"sign: expected a valid certificate, got {reason}. Sign with another identity, or renew this one."
-        )
+    identity.check_admitted()
     if not identity.scope.covers(name):
         raise UsageError(f"sign: the certificate of {identity.name} does not cover dataset {name!r}")
     try:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.errors import ForebayError, UsageError
 from forebay.network import log
 from forebay.network.client import Client
 from forebay.network.crl_exchange import PAUSE_S, exchange_crls
@@ -55,7 +55,7 @@ class TrustWatch:
         self.look_every_s = min(self.look_every_s, self.ask_every_s)
         # At once: files may have changed while the node was down.
         self._ask_at = self._renew_at = time.monotonic()
-        self._discover_at = self._announce_at = time.monotonic() + self.look_every_s  # after its own announcements
+        self._discover_at = time.monotonic() + self.look_every_s  # after its own announcements
         self._stamp = self.identity.revocations.stamp()
         self._thread = SupervisedThread(self._run, "trust", first_wait_s=self.look_every_s)
 
@@ -128,17 +128,13 @@ class TrustWatch:
         if self.discovery is None or now < self._discover_at:
             return
         key = record_key(self.identity.network_id, "revocations", "")
-        try:
-            if self.address is not None and now >= self._announce_at:
-                self._announce_at = now + DISCOVER_EVERY_S
-                self.discovery.announce(key, parse_address(self.address)[1])
-            for _ in range(NUM_SEARCHES):
-                self._ask(_choose(self.discovery.find(key, 2.0)))
-                if self._members():
-                    self._discover_at = now + DISCOVER_EVERY_S
-                    break
-        except NetworkError as error:
-            log.info("CRLs: the DHT cannot be reached: %s", error)
+        if self.address is not None:
+            self.discovery.announce(key, parse_address(self.address)[1])
+        for _ in range(NUM_SEARCHES):
+            self._ask(_choose(self.discovery.find(key, 2.0)))
+            if self._members():
+                self._discover_at = now + DISCOVER_EVERY_S
+                break
 
 
 def _choose(addresses: Sequence[HostPort]) -> list[HostPort]:

@@ -54,8 +54,8 @@ class Server(Closing):
         on_bytes: Called in the server's thread for each piece of a file that was sent.
         tls: Without an identity: TLS with this context, otherwise plain HTTP.
         discovery, peers: Find nodes that serve CRLs: see `TrustWatch`.
-        faults: Returns why this process cannot do its job now, each as `WHAT: why; what to do`; they are logged while
-            they last.
+        faults: Returns why this process cannot do its job now, each as `WHAT: why; what to do` or ""; they are logged
+            while they last.
     """
 
     app: FastAPI
@@ -88,10 +88,11 @@ class Server(Closing):
         return self._core.is_draining
 
     def find_faults(self) -> list[str]:
-        """Return the faults of this process, and of its certificate."""
+        """Return the faults of this process, of its certificate, and of its DHT."""
         own = self.identity.refusal(self.identity.as_peer) if self.identity is not None else None
-        own_faults = [f"a valid certificate: {own}; renew it (forebay network renew) or join again"] if own else []
-        return [*own_faults, *self.faults()]
+        own = own and f"a valid certificate: {own}; renew it (forebay network renew) or join again"
+        dht_fault = self.discovery.fault if self.discovery is not None else ""
+        return list(filter(None, [own, dht_fault, *self.faults()]))
 
     @property
     def num_connections(self) -> int:

@@ -89,8 +89,9 @@ class Dashboard(Closing):
                 if self._record is not None:
                     await asyncio.to_thread(self._record.add, self._view)
             except ForebayError as error:
-                log.warning("dashboard: %s", error)
-                self._view = {**self._view, "error": str(error)}
+                if self._view.get("error") != str(error):
+                    log.warning("dashboard: %s", error)
+                self._view = {**self._view, "state": "no answer", "error": str(error)}
             await asyncio.sleep(max(0.1, started + POLL_S - time.monotonic()))
 
     def _app(self) -> FastAPI:

@@ -115,7 +115,7 @@ def _progress(progress: Row, width: int) -> Iterator[RenderableType]:
     if progress.get("eta_s"):
         words.append(f"about {format_seconds(progress['eta_s'])} to go")
     filled = round(min(1.0, done / total) * (width - 1))
-    yield Text("━" * filled, "blue") + Text("━" * (width - 1 - filled), "dim")
+    yield Text("━" * filled, "blue") + Text("╌" * (width - 1 - filled), "dim")
     yield _text(" · ".join(words))
 
 
@@ -229,4 +229,4 @@ def show_top(source: Source, *, replay: bool) -> None:
                 else:
                     view = source.poll()
             except ForebayError as error:
-                view = {**view, "error": str(error)}
+                view = {**view, "state": "no answer", "error": str(error)}

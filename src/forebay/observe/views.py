@@ -41,8 +41,8 @@ def _columns(text: str) -> dict[str, str]:
 
 COLUMNS = {
     "workers": _columns(
-        """name state rank rate=tokens/s mfu=share wait_share=share waits_for leases cached_bytes=B cache_budget_bytes=B
-        origin_bytes=B peer_bytes=B shared_bytes=B step last_seen_s=s"""
+        """name state rank rate=tokens/s mfu=share wait_share=share waits_for leases last_seen_s=s cached_bytes=B
+        cache_budget_bytes=B origin_bytes=B peer_bytes=B shared_bytes=B step"""
     ),
     "nodes": _columns("name state address bytes_per_s=B/s bytes_sent=B connections"),
     "datasets": _columns("name slices bytes=B tokens share=share members from_origins from_peers reported id"),
@@ -86,7 +86,7 @@ def job_view(status: Row, nodes: Rows) -> View:
     rate, seq_len = status["tokens_per_s"], max(1, status["seq_len"])
     workers = [_worker_row(peer_id, worker, status) for peer_id, worker in status["workers"].items()]
     active = [worker for worker in workers if worker["state"] not in ("silent", "ended", "revoked")]
-    remaining = status["num_samples"] - status["samples_used"]
+    remaining, is_served = status["num_samples"] - status["samples_used"], not status["unserved"]
     origin_bytes, peer_bytes = (sum(worker[f"{of}_bytes"] for worker in workers) for of in ("origin", "peer"))
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
     aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], origin_bytes + peer_bytes
@@ -110,10 +110,10 @@ def job_view(status: Row, nodes: Rows) -> View:
         progress={
             "done": status["samples_used"], "total": status["num_samples"], "unit": "samples",
             "epoch": min(status["epoch"] + 1, status["epochs"]), "epochs": status["epochs"],
-            "eta_s": remaining * seq_len / rate if rate and remaining else None,
+            "eta_s": remaining * seq_len / rate if rate and remaining and is_served else None,
         },
-        figures=figures, waits=waits, advice=advice_of(waits), coverage=status["coverage"], workers=workers,
-        nodes=list(nodes),
+        figures=figures, waits=waits, advice=advice_of(waits) if is_served else "", coverage=status["coverage"],
+        workers=workers, nodes=list(nodes),
         datasets=[{
             "name": status["name"], "id": status["dataset_id"], "slices": status["num_slices"],
             "bytes": status["num_bytes"],

@@ -275,6 +275,8 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             raise UnreadableInputError(f"{file.path}: {detection.problem}")
         if not (is_forced or is_named) and _ASSETS.search(file.name):
             return Skipped(file.path, "a script, style sheet, drawing, index or checksum (read.format=code reads them)")
+        if name == "api" and not is_named:
+            return Skipped(file.path, "a request to a JSON API, which is fetched where the command names it")
         if name in names:
             encoding = detection.encoding if options.encoding == "auto" else codecs.lookup(options.encoding).name
             is_utf8 = encoding in ("utf-8", "utf-8-sig", "ascii") or not text_format(name).is_plain_text

@@ -1,8 +1,9 @@
-"""What happens in a running job, for its status: usage and waits of workers, the last events and uses, and coverage.
+"""What happens in a running job, for its log and status: usage and waits of workers, events, uses, and coverage.
 
 Nothing of it is persisted or decides anything. Memory: some 4 KB a worker that was seen.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -26,10 +27,11 @@ MAX_PROCESSES = 64  # processes of a worker whose reports are stored
 MAX_EVENTS = 200
 MAX_USES = 20
 MAX_CELLS = 2048
+log = logging.getLogger("forebay.scheduler")
 
 _RETURNED = {
     "expired": "sent nothing for too long", "stalled": "acknowledged nothing for too long",
-    "failed": "could not read it", "unheld": "lost it with its process", "revoked": "is revoked",
+    "failed": "could not read a slice", "unheld": "ended without returning its lease", "revoked": "is revoked",
 }  # fmt: skip
 
 
@@ -124,14 +126,14 @@ class Activity:
         self._events = deque[JsonObject](maxlen=MAX_EVENTS)
         self._uses = deque[JsonObject](maxlen=MAX_USES)
 
-    def notice(self, peer: Peer, now: float) -> tuple[WorkerUsage, bool]:
-        """The usage of a worker that sent a request, and whether it is its first one."""
+    def notice(self, peer: Peer, now: float) -> WorkerUsage:
+        """The usage of a worker that sent a request."""
         usage = self.workers.setdefault(peer.peer_id, WorkerUsage(peer.name, -math.inf))
-        if is_new := usage.seen_at == -math.inf:
+        if usage.seen_at == -math.inf:
             self._add("info", f"{self._name(peer.peer_id)} joined")
         usage.seen_at = now
         self.revoked.discard(peer.peer_id)
-        return usage, is_new
+        return usage
 
     def mark_revoked(self, peer_id: str) -> None:
         """A worker was revoked since its last request."""
@@ -163,7 +165,10 @@ class Activity:
                 case events.SliceReadmitted(index):
                     self._add("info", f"slice {index} is leased again")
                 case events.EpochEnded(epoch, samples):
-                    self._add("info", f"epoch {epoch + 1} ended: {samples:,} samples used")
+                    end = "; the job is done" if table.done else ""
+                    self._add("info", f"epoch {epoch + 1} ended: {samples:,} samples used{end}")
+                case events.SliceCleared(index):
+                    self._add("info", f"slice {index} can be read here: what workers reported of it does not count")
                 case events.JobPaused(paused):
                     self._add("warning", "the job is paused" if paused else "the job continues")
                 case events.ProviderReported(peer_id, index, reporter, reason):
@@ -176,6 +181,7 @@ class Activity:
         return {"events": list(reversed(self._events)), "uses": list(reversed(self._uses))}
 
     def _add(self, level: str, text: str) -> None:
+        getattr(log, level)("%s", text)
         self._events.append({"at": round(time.time(), 3), "level": level, "text": text[:500]})
 
     def _name(self, peer_id: str) -> str:

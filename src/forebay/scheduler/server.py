@@ -114,7 +114,7 @@ class SchedulerService:
         self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self._catalog, self._lock)
         self._num_exchanges = 0
-        self._dht_fault = self._disk_fault = ""
+        self._disk_fault = ""
         self._core_s = 0.0
         self._over_from = 0.0
         self._trust_stamp: object = None
@@ -244,14 +244,13 @@ class SchedulerService:
             try:
                 await asyncio.to_thread(self._announce)
                 await asyncio.to_thread(self._catalog.refresh)
-                self._dht_fault = ""
             except NetworkError as error:
-                self._dht_fault = f"the DHT: {error}"
+                log.warning("scheduler %s: looking for data nodes: %s", self.name, error)
             with self._lock:
                 unserved = self._unserved()
                 self._add_origins()
-                is_over = unserved and not self._unserved()
-            if is_over:
+                is_over = not self._unserved()
+            if is_over and "last seen" in unserved:
                 log.warning("scheduler %s: data nodes serve %r again", self.name, self.name)
 
     def _unserved(self) -> str:
@@ -260,8 +259,7 @@ class SchedulerService:
     def _find_faults(self) -> list[str]:
         with self._lock:
             unserved = self._unserved()
-        unserved = unserved and f"data nodes: {unserved}; start one (forebay serve)"
-        return list(filter(None, (unserved, self._dht_fault, self._disk_fault)))
+        return [unserved and f"data nodes: {unserved}; start one (forebay serve)", self._disk_fault]
 
     async def _run_expiry(self) -> None:
         interval_s = min(1.0, self._catalog.spec.lease_s / 4)
@@ -279,8 +277,7 @@ class SchedulerService:
                         self._add_origins()
                         log.warning("journal opened again: scheduler=%s; workers repeat unrecorded uses", self.name)
                         continue
-                for event in await self._change(self._expire):
-                    log.info("%s", event)
+                await self._change(self._expire)
             except (LedgerError, StateError) as error:
                 self._disk_fault = f"the disk: {error}"
 
@@ -313,8 +310,7 @@ class SchedulerService:
                     retries[index] = time.monotonic() + wait_s, wait_s
                     continue
                 change = partial(SchedulerCore.resolve, index=index, is_good=is_good, now=time.monotonic())
-                for event in await self._change(change):
-                    log.warning("checked: %s", event)
+                await self._change(change)
 
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
         """Wait until all that was put up to a ticket is on disk: one commit at a time, for all that wait meanwhile.
@@ -412,9 +408,7 @@ class SchedulerService:
         return JsonResponse(ExchangeReply(**{**vars(result), "leases": leases}).to_json())
 
     def _count(self, peer: Peer, message: ExchangeRequest, new: Sequence[Event], now: float) -> None:
-        usage, is_new = self._activity.notice(peer, now)
-        if is_new:
-            log.info("worker joined: peer_id=%s name=%s address=%s", peer.peer_id, peer.name, message.address or "none")
+        usage = self._activity.notice(peer, now)
         if message.stats is not None:
             usage.add_stats(message.session, message.stats, now)
         self._activity.record(new, self._journal.core.table)
@@ -424,7 +418,6 @@ class SchedulerService:
                 usage.add(num, num * self._catalog.seq_len, now)
             elif isinstance(event, ProviderReported):
                 sha256 = self._catalog.table.row(event.slice_index).sha256
-                log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 self.identity.record_event(
                     "bad_provider", peer=event.peer_id, slice=sha256, by=event.reporter, reason=event.reason
                 )
@@ -470,6 +463,8 @@ class SchedulerService:
         peer = self._member(request)
         if await self._change(change):
             self.identity.record_event(verb, job=self.name, by=peer.peer_id)
+        elif verb == "readmit":
+            raise LeaseError(f"job {self.name}: expected slices that are set aside, got none. See `forebay status`.")
         log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
         return JsonResponse(self._job_status())
 

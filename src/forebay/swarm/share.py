@@ -31,7 +31,7 @@ from forebay.closing import Closing
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, hash_slice, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset
-from forebay.errors import DatasetError, NetworkError, ProtocolError
+from forebay.errors import DatasetError, ProtocolError
 from forebay.fetch.cache import ChunkCache
 from forebay.network.app import (
     BINARY,
@@ -168,7 +168,6 @@ class SliceServer(ABC):
         self._advertised_host = advertised_host
         self._shared: dict[str, SharedDataset] = {}  # by dataset id
         self._announcements = 0
-        self._announce_error = ""
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
         self._stopping = threading.Event()
@@ -271,10 +270,10 @@ class SliceServer(ABC):
 
     def metrics(self) -> Iterable[Metric]:
         """Return metrics in addition to those of every server."""
-        about = "1 if the last announcement in the DHT failed, else 0."
+        is_failing = self.discovery is not None and bool(self.discovery.fault)
         return [
             counter("forebay_announcements_total", "Announcements in the DHT.", self._announcements),
-            gauge("forebay_announce_failing", about, float(bool(self._announce_error))),
+            gauge("forebay_announce_failing", "1 if no bootstrap node of the DHT answers, else 0.", float(is_failing)),
         ]
 
     @property
@@ -284,7 +283,7 @@ class SliceServer(ABC):
             return sum(self._sent.values())
 
     def _find_faults(self) -> list[str]:
-        return [f"the DHT: announcing failed for {self._announce_error}"] if self._announce_error else []
+        return []
 
     def status(self) -> dict[str, Any]:
         """Return what is served and was sent: the response of `GET /v1/status`."""
@@ -336,19 +335,13 @@ class SliceServer(ABC):
     def _announce(self) -> None:
         if self.discovery is None:
             return
-        failure = ""
         shared = list(self._shared.values())
         names = {("dataset", item.name) for item in shared} | {
             ("family", item.family) for item in shared if item.family
         }
         for kind, name in sorted(names):
-            try:
-                self.discovery.announce(record_key(self.identity.network_id, kind, name), self.port)
-            except (NetworkError, OSError) as error:
-                failure = f"{name}: {error}"
-                log.warning("announcing %s failed, trying again in %g s: %s", name, self.ttl_s / 3, error)
+            self.discovery.announce(record_key(self.identity.network_id, kind, name), self.port)
         self._announcements += 1
-        self._announce_error = failure
 
 
 class SliceIndex(Protocol):

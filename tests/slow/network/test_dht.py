@@ -6,6 +6,7 @@ DHT that no node answers in its seconds finds nothing; it is repeated.
 
 import contextlib
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from forebay.data_node import DataNode
 from forebay.errors import NetworkError
+from forebay.network import dht
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import ask_many, find_providers, record_key
@@ -64,18 +66,28 @@ def test_many_providers_of_one_name_are_found_from_everywhere(nodes):
     assert len(keys) == 4 and {len(key) for key in keys} == {20}
 
 
-def test_records_outlive_the_node_by_which_one_entered(nodes):
-    def is_joined():
-        for node in nodes:
-            node.find(KEY, 0.2)
-        return min(node.num_nodes for node in nodes) >= 2  # a table of one would die with the node it entered by
+def test_a_bootstrap_node_that_was_away_joins_those_that_came_before_and_after(start, monkeypatch, caplog):
+    monkeypatch.setattr(dht, "REJOIN_EVERY_S", 0.5)
+    first = start()
+    others = [start(first) for _ in range(5)]
 
-    until(is_joined)
-    nodes[1].announce(KEY, 7001)
-    until_found(nodes[4], 7001)
-    nodes[0].close()
-    nodes[0].close()
-    until_found(nodes[5], 7001)
+    def know_each_other():
+        for node in others:
+            node.find(KEY, 0.0)
+        return min(node.num_nodes for node in others) > 3  # libtorrent then asks the bootstrap node no more
+
+    until(know_each_other)
+    others[0].announce(KEY, 7001)
+    until_found(others[3], 7001)
+    first.close()
+    first.close()
+    until_found(others[4], 7001)
+    until(lambda: all(node.fault for node in others))
+    assert re.search(f"no bootstrap node answers .*{first.port}.*forebay dht", others[0].fault)
+    with contextlib.closing(LibtorrentDht(HOST, first.port)) as again:
+        until_found(start(again), 7001)
+        until(lambda: not any(node.fault for node in others))
+    assert caplog.text.count("answers again") == len(others)
 
 
 def test_a_port_in_use_is_said():

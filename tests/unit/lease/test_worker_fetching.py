@@ -257,6 +257,7 @@ def test_a_slice_waits_for_space_until_others_are_used(worker, make_node):
     for _ in range(3):
         worker.fetcher.update()
     assert current.path is None and not current.ended and worker.feed.stats()["in_flight"] == 0
+    assert "last fault: no room for" in worker.leases.describe_wait()
     worker.cache.unpin([(entry, pinned)])
     assert worker.fetched(current) == CONTENT
 

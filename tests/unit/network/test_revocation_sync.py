@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from forebay.network import revocation_sync
-from forebay.network.admission import Admissions, AdmissionServer
+from forebay.network.admission import Admissions, AdmissionServer, sending_crls
 from forebay.network.app import Response, make_app
 from forebay.network.client import RemoteError
 from forebay.network.crl_exchange import AVOID_S, exchange_crls
+from forebay.network.discovery import record_key
 from forebay.network.join import join_by_token, sign_token
 from forebay.network.peer import Contacts
 from forebay.network.pki.files import read_issuer
@@ -21,6 +22,7 @@ from forebay.network.pki.revocation import sign_crl
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server import Server
 from support.handlers import FOREVER_S, PatientClient
+from support.local_discovery import LocalDiscovery
 from support.waiting import until
 
 
@@ -39,7 +41,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def test_a_node_renews_itself_while_it_runs(network_dir, tmp_path, clock, monkeypatch, caplog):
-    """In the last third of its validity; while the issuer is unreachable it says so and tries again."""
+    """In the last third of its validity; while the issuer is unreachable it says so; without one it warns."""
     with contextlib.closing(AdmissionServer(Admissions(network_dir)).start()) as admission:
         issuer = read_issuer(network_dir)
         names, days = (issuer.peer_id, issuer.peer_id, admission.address), 30.0
@@ -56,19 +58,18 @@ def test_a_node_renews_itself_while_it_runs(network_dir, tmp_path, clock, monkey
             with monkeypatch.context() as patch:
                 patch.setattr(revocation_sync, "admission_address", lambda node_dir: "127.0.0.1:1")
                 watch._renew()
-            assert "216.0 h left, cannot renew it" in caplog.text and path.stat().st_mtime == 0
+                assert "216.0 h left, cannot renew it" in caplog.text
+                patch.setattr(revocation_sync, "admission_address", lambda node_dir: None)
+                watch._renew()
+            assert (
+                "expires in 9 days" in caplog.text
+                and "forebay network renew" in caplog.text
+                and path.stat().st_mtime == 0
+            )
             watch._renew()
             assert path.stat().st_mtime > 0
             again = Identity.load(node.node_dir)
             assert (again.peer_id, again.certificate) == (node.peer_id, node.certificate)
-
-
-def test_a_node_without_an_admission_server_warns_of_expiry(make_identity, clock, caplog):
-    node = make_identity("n")
-    clock.later_s = node.valid_s - 86400.0
-    with PatientClient(node) as client:
-        TrustWatch(node, client)._renew()
-    assert "expires in" in caplog.text and "forebay network renew" in caplog.text
 
 
 def test_a_peer_without_the_crls_that_it_names_is_left_alone_for_a_while(make_identity, network_dir):
@@ -126,6 +127,17 @@ def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity, network_dir)
         stack.callback(watch.start().close)
         revoke(network_dir, thief.peer_id, teller.node_dir)
         until(lambda: all(node.revocations.reason(thief.peer_id) is not None for node in receivers))
+
+
+@pytest.mark.usefixtures("changes_at_once")
+def test_a_running_admission_server_sends_what_its_owner_revokes(make_identity, network_dir):
+    node, discovery = make_identity("node"), LocalDiscovery()
+    key = record_key(node.network_id, "revocations", "")
+    for thief in (make_identity("thief"), make_identity("another")):  # the second time it is there
+        with Server(make_app("x"), node, "127.0.0.1", 0) as server, sending_crls(network_dir, discovery):
+            discovery.announce(key, server.port)
+            revoke(network_dir, thief.peer_id)
+            until(lambda peer_id=thief.peer_id: node.revocations.reason(peer_id))
 
 
 def test_announcements_of_one_host_or_network_are_few_voices():

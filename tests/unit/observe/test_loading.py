@@ -66,6 +66,7 @@ def test_the_bottleneck_is_reported_with_what_removing_it_gains(caplog):
 def test_little_waiting_is_no_bottleneck():
     assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
     assert find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0).cause == "disk"
+    assert "it stands still. `forebay status`" in str(find_bottleneck({"scheduler": 10.0}, 10.0))
 
 
 def test_callbacks_get_rates_and_mfu_of_the_steps_since_the_last_call(folder):

@@ -53,9 +53,12 @@ def test_side_files_are_inputs_where_they_describe_nothing(tmp_path):
     for name in ("a.jsonl", "state.json", "cursor.json", "dataset_info.json", "_b.jsonl"):
         (tmp_path / name).write_text(LINE)
     assert len(listed(tmp_path)[0]) == 5
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/x.toml").write_text('url = "https://a.invalid"\nitems = "data"\n')
+    api = {"deep/x.toml": "a request to a JSON API, which is fetched where the command names it"}
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
     side = dict.fromkeys(("dataset_info.json", "state.json"), "describes a dataset that lies beside it")
-    assert listed(tmp_path) == (["_b.jsonl", "a.jsonl", "cursor.json"], side)
+    assert listed(tmp_path) == (["_b.jsonl", "a.jsonl", "cursor.json"], side | api)
 
 
 def test_what_is_left_out_is_said_once_a_reason(tmp_path):

@@ -62,10 +62,11 @@ def test_processes_that_share_a_cache_count_it_once():
     assert (shown["cache_bytes"], shown["cached_bytes"], shown["origin_bytes"]) == (100, 60, 14)
 
 
-def test_the_last_events_are_retained_with_names():
+def test_the_last_events_are_logged_and_retained_with_names(caplog):
+    caplog.set_level("INFO")
     activity, core = Activity(), SchedulerCore(JobSpec("j", "0" * 64, np.full(3, 10)))
     peer = SimpleNamespace(peer_id="p", name="alice")
-    assert activity.notice(peer, 1.0)[1] and not activity.notice(peer, 2.0)[1]
+    assert activity.notice(peer, 1.0) is activity.notice(peer, 2.0)
     result, _ = core.exchange("p", ExchangeRequest(session="s", want=1), 0.0)
     lease = result.leases[0]
     activity.record(core.expire(1000.0), core.table)
@@ -77,6 +78,7 @@ def test_the_last_events_are_retained_with_names():
     again.notice(peer, 1.0)
     again.record([LeaseReturned(lease.lease_id, "expired")], core.table)
     assert again.describe()["events"][0]["text"] == f"alice sent nothing for too long: slice {lease.slice} is free"
+    assert caplog.messages.count("alice joined") == 2 and caplog.messages[-1] == again.describe()["events"][0]["text"]
 
 
 @given(st.integers(1, 9000), st.data())

@@ -18,7 +18,7 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from forebay.errors import ProtocolError, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network import log
 from forebay.network.audit import AuditLog
@@ -30,6 +30,7 @@ from forebay.network.pki.record import MemberRecord
 from forebay.network.pki.revocation import Revocations, file_stamp
 from forebay.network.pki.revocation import revoke as revoke
 from forebay.peer_id import peer_id_of
+from forebay.units import format_seconds
 
 EXPIRY_WARNING_DAYS = 30
 
@@ -89,11 +90,11 @@ class Identity:
 
     def warn_of_expiry(self, now: float) -> None:
         """Log a warning when less than a third of the validity, or 30 days, remains at `now` (Unix seconds)."""
-        days = (self.expires_at - now) / 86400
-        if days < min(EXPIRY_WARNING_DAYS, self.valid_s / 86400 / 3):
+        remaining_s = self.expires_at - now
+        if 0 < remaining_s < min(EXPIRY_WARNING_DAYS * 86400, self.valid_s / 3):
             date = dt.datetime.fromtimestamp(self.expires_at, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
-            state = f"expires in {days:.1f} days" if days > 0 else "has expired: all peers refuse this node"
-            log.warning("certificate of %s %s (%s). Renew it with `forebay network renew`.", self.name, state, date)
+            text = "certificate of %s expires in %s (%s). Renew it with `forebay network renew`."
+            log.warning(text, self.name, format_seconds(remaining_s), date)
 
     def peer(self, der_cert: bytes) -> Peer:
         """Verify the certificate of a TLS handshake; return its peer with organisation and scope.
@@ -118,11 +119,30 @@ class Identity:
             return f"peer {peer.peer_id} ({peer.name}): its certificate {reason}"
         return self.revocations.reason(peer.peer_id, peer.org)
 
+    def check_admitted(self) -> None:
+        """Raise NetworkError if all members refuse this node: it is revoked, or its certificate has expired."""
+        expired_s = time.time() - self.expires_at
+        if (reason := self.revocations.find(self.peer_id, self.org)) is not None:
+            advice = "Ask the issuer why, and join again in another directory."
+        elif expired_s > 0:
+            reason = f"expected a valid certificate, got one that expired {format_seconds(expired_s)} ago"
+            advice = (
+                f"Renew it where its issuer's directory is (forebay network renew ISSUER {self.node_dir}), or join "
+                "again by a token in another directory."
+            )
+        else:
+            return
+        raise NetworkError(f"{self.name}: {reason}, so all members refuse this node ({self.node_dir}). {advice}")
+
     def check_role(self, what: str, role: str, *datasets: str) -> None:
-        """Check that the certificate has the role that `what` needs, and covers these names. Raises UsageError."""
+        """Check that the certificate has the role that `what` needs, and covers these names. Raises UsageError.
+
+        NetworkError if all members refuse this node.
+        """
+        self.check_admitted()
         if not self.scope.allows(role) or not all(map(self.scope.covers, datasets)):
             raise UsageError(
-                f"{what}: expected a certificate for {Scope(frozenset({role}), datasets)}, got one for {self.scope} "
+                f"{what}: expected a certificate of scope {Scope(frozenset({role}), datasets)}, got {self.scope} "
                 f"({self.node_dir}). Ask its issuer for another: `forebay network join`."
             )
 

@@ -205,7 +205,7 @@ def test_expiry_is_logged_and_refused(network_dir, org_dir, tmp_path, caplog):
     node = join(network_dir, tmp_path / "n", "n", valid_days=20)
     assert not caplog.records  # short-lived, and new
     node.warn_of_expiry(time.time() + 14 * 86400)
-    assert "expires in 6.0 days" in caplog.text and "forebay network renew" in caplog.text
+    assert "expires in 6 days" in caplog.text and "forebay network renew" in caplog.text
     # An organisation that has ended takes its nodes with it, whatever their own certificates say.
     org = read_issuer(org_dir)
     checked = verify_certificate(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_root(org_dir))
