@@ -59,6 +59,7 @@ from forebay.prepare.tasks.text import TextResult, TextTask, process_split, task
 from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 from forebay.storage.store import Store, open_store
+from forebay.units import numbered
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
@@ -352,9 +353,9 @@ def _refuse_failed(
     what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
     allowed = math.floor(100 * failed["share"] + 1) / 100 if not unread else 1
     raise PrepareError(
-        f"prepare: expected {what}, got {failed['share']:.1%} of its bytes in {failed['inputs']:,} inputs that failed: "
-        f"{examples}. {f'{advice}. ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
-        "them; finished work is kept."
+        f"prepare: expected {what}, got {failed['share']:.1%} of its bytes in "
+        f"{numbered(int(failed['inputs']), 'input')} that failed: {examples}. {f'{advice}. ' * bool(advice)}"
+        f"They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove them; finished work is kept."
         f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (failed['share'] < 1)}"
     )
 

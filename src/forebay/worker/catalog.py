@@ -64,13 +64,14 @@ def find_entry(name: str) -> CatalogEntry:
         if plain == entry.repository:
             return entry
     if "/" in plain.strip("/"):
+        if plain == name and Path(name).exists():
+            raise UnknownDatasetError(
+                f"Dataset {name!r}: expected a name of the hub or a path that begins with `.` or `/`, got one that is "
+                f"both. Write './{name}' for the files here, 'hf:{name}' for the hub's."
+            )
         return CatalogEntry(name, plain, text_key=_TEXT_KEYS.get("/".join(plain.split("/")[:2]), "text"))
-    raise unknown_dataset(name)
-
-
-def unknown_dataset(name: str) -> UnknownDatasetError:
-    """The error for a name that no dataset has."""
-    return UnknownDatasetError(
+    near = f" Did you mean './{name}'?" if Path(name).exists() else did_you_mean(name.casefold(), CATALOG)
+    raise UnknownDatasetError(
         f"Dataset {name!r} not found: expected one of {', '.join(CATALOG)}, a full path OWNER/NAME of the hub, or a "
-        f"path here that begins with `.` or `/`.{did_you_mean(name.casefold(), CATALOG)}"
+        f"path here that begins with `.` or `/`.{near}"
     )
