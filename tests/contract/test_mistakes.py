@@ -79,6 +79,8 @@ COMMANDS = [
     ("doctor nowhere", "got nothing there. Check the path", 1),
     ("plan --bytes 2TX", "'2TX' is not a size", 2),
     ("launch slrm", "Did you mean 'slurm'?", 2),
+    ("launch slurm --set node=2 -- python train.py", "got 'node'. Did you mean 'nodes'?", 2),
+    ("launch systemd", "expected host (address of this machine that others reach), got none", 2),
     ("top nowhere", "the output directory of `forebay prepare`, got nothing there", 2),
     ("top .", "got a folder with neither. Did you mean ds?", 2),
     ("ledger verify nowhere", "ledger nowhere: cannot read it", 1),
