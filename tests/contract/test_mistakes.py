@@ -94,7 +94,7 @@ COMMANDS = [
     ("network revoke ada net", "expected the name of a member, or a peer id", 2),
     ("worker ds --identity w python train.py", "Write -- before a command: forebay worker … -- python train.py", 2),
     ("coordinator --set num_stps=4", "num_stps: expected a setting of python -m forebay.worker", 2),
-    ("coordinator --set num_steps=0", "expected num_steps of at least 1, got 0", 2),
+    ("coordinator --set num_steps=0", "num_steps: expected an integer from 1, got 0", 2),
 ]  # fmt: skip
 B = {"seq_len": 16, "batch_size": 2}
 P = {"tokenizer": "bytes", "workers": 1}
@@ -147,7 +147,7 @@ CALLS = [
     (lambda: TextStream("nowhere", **S), "got nowhere, which does not exist"),
     (lambda: TextStream("ds", **S), "forebay.Loader reads it"),
     (lambda: create_huggingface_dataset("corpus"), "Did you mean './corpus'?"),
-    (lambda: create_huggingface_dataset("corpus/1.txt"), "Write './corpus/1.txt' for the files here"),
+    (lambda: create_huggingface_dataset("corpus/1.txt"), "'./corpus/1.txt'? The hub's is 'hf:corpus/1.txt'"),
     (lambda: create_huggingface_dataset("./corpu"), "got nothing there. Did you mean './corpus'?"),
     (lambda: create_huggingface_dataset("./ds"), "forebay.Loader reads it"),
 ]  # fmt: skip

@@ -486,6 +486,6 @@ def _read(folder: Path, name: str) -> bytes:
         advice = (
             f"Did you mean {folder.parent}?" if (folder.parent / name).is_file() else f"Give one that {_WRITERS} wrote."
         )
-        what = f"a directory without {name}. {advice}" if folder.is_dir() else nothing_there(folder, advice)
-        what = f"a file. {advice}" if folder.is_file() else what
+        what = "a file" if folder.is_file() else f"a directory without {name}"
+        what = f"{what}. {advice}" if folder.exists() else nothing_there(folder, advice)
         raise DatasetError(f"{folder}: expected a dataset (a directory with {name}), got {what}") from error

@@ -91,13 +91,11 @@ def create_huggingface_dataset(
 
 def _find_inputs(entry: CatalogEntry, streaming: bool) -> Any:
     if entry.local:
-        if not Path(entry.repository).exists():
-            raise UnknownDatasetError(
-                f"Dataset {entry.name!r}: expected a file or directory of text, got {nothing_there(entry.name)}"
-            )
-        if (Path(entry.repository) / MANIFEST_FILE).is_file():
-            raise UnknownDatasetError(f"Dataset {entry.name!r}: expected text, got {OUTPUT}.")
-        return entry.repository
+        path = Path(entry.repository)
+        if path.exists() and not (path / MANIFEST_FILE).exists():
+            return entry.repository
+        got = f"{OUTPUT}." if path.exists() else nothing_there(entry.name)
+        raise UnknownDatasetError(f"Dataset {entry.name!r}: expected a file or directory of text, got {got}")
     name = parse_url(entry.repository)
     folder = f"/{name.config}" if name.config else ""
     url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}{folder}:{name.split}"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import socket
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from forebay.cli import main
 from support.containers import Container, Machine, image, without_dollars
+from support.paths import ROOT
 
 STATUS = ["forebay", "status", "--json", "--timeout", "20"]
 PROGRAM = """
@@ -222,9 +224,11 @@ def test_units_start_what_keys_were_created_for(tmp_path, machine):
     assert creating.wait() == 0, creating.log.read_text()
     for name, address in (("dht", "udp://127.0.0.1:7400"), ("data-node", "127.0.0.1:7410"),
                           ("scheduler", "127.0.0.1:7420")):  # fmt: skip
-        (line,) = re.findall("^ExecStart=(.*)$", (out / f"forebay-{name}.service").read_text(), re.MULTILINE)
+        unit = (out / f"forebay-{name}.service").read_text()
+        ((line, families),) = re.findall(r"^ExecStart=(.*)\n(?:.*\n)*RestrictAddressFamilies=(.*)$", unit, re.MULTILINE)
         words = [a or b for a, b in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line)]
-        command = [local(re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", word)) for word in words]
+        command = [sys.executable, str(ROOT / "tests" / "support" / "restricted.py"), families]
+        command += [local(re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", word)) for word in words]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(tmp_path / f"{name}.sock"))
             notified.settimeout(600)
