@@ -9,7 +9,7 @@ export PYTHONUNBUFFERED := 1
 # Most of a short process is the compilation of what it imports, unless that is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-slow test-all test-long test-stress coverage mutants lint types rules bench bench-prepare bench-loader bench-interop test-peers docs release clean
+.PHONY: setup demo test test-slow test-all test-long test-stress coverage mutants lint types rules bench bench-prepare bench-loader bench-interop test-peers pages docs release clean
 
 setup: $(VENV)/.ready $(VENV)/.kernels
 
@@ -98,6 +98,10 @@ test-peers: setup
 # TAG in the environment, if any, must name the version.
 release:
 	@PYTHON="$(PYTHON)" bash scripts/release.sh
+
+# The tables of the reference, in the pages themselves, from the parser and the settings.
+pages: setup
+	$(PY) scripts/docs_site.py --pages
 
 # The documentation site, in site/: without warnings, or not at all.
 docs: $(VENV)-docs/.ready

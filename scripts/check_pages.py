@@ -10,7 +10,7 @@ Usage: python scripts/check_pages.py
   other modules and files, too. Not checked: a flag's value, a flag without its command, keys of `--set`, what follows a
   `--`, links by reference.
 - Each dependency has a reason; environment variables and keys of API files are in the reference; docstrings of the
-  public interface name every argument; the command line stays small.
+  public interface name every argument; the command line stays small; generated tables are those of the code.
 """
 
 import inspect
@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import docs_site
 import options
 
 import forebay
@@ -73,7 +74,7 @@ def check_links() -> Iterator[str]:
 
 def check_tree() -> Iterator[str]:
     for page in PAGES:
-        num_words = sum(bool(re.search(r"\w", word)) for word in read(page).split())
+        num_words = sum(bool(re.search(r"\w", word)) for word in docs_site.PARTS.sub("", read(page)).split())
         if num_words > MAX_WORDS:
             yield f"{name(page)}: expected at most {MAX_WORDS} words, got {num_words}"
     listed: list[str] = []
@@ -226,6 +227,12 @@ def public_callables() -> Iterator[tuple[str, Any]]:
         yield f"callbacks.{key}", getattr(forebay.callbacks, key)
 
 
+def check_generated() -> Iterator[str]:
+    for page, text in docs_site.filled_pages().items():
+        if text != read(page):
+            yield f"{name(page)}: its tables are not those of the code: `make pages` writes them again"
+
+
 def check_docstrings() -> Iterator[str]:
     for key, item in public_callables():
         text = inspect.getdoc(item) or ""
@@ -242,7 +249,7 @@ def check_docstrings() -> Iterator[str]:
 
 CHECKS = (
     check_links, check_tree, check_evidence, check_tests, check_commands, check_files, check_reference,
-    check_options, check_docstrings,
+    check_options, check_generated, check_docstrings,
 )  # fmt: skip
 
 

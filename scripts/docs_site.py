@@ -1,10 +1,12 @@
 """Build the documentation site: `docs_site.py OUT`. It prepares the pages in a temporary directory and runs MkDocs.
 
+`docs_site.py --pages` writes the tables of the pages in docs/ again; `make lint` fails while they are not the code's.
+
 - The navigation is the index, docs/README.md: a page is listed once.
 - A file outside docs/ that a page links to becomes a page of the site, so that no link leaves it.
-- A line `<!-- generated: NAME -->` is replaced by what the code says: `commands` by the parser's commands, `recipe`,
-  `convert` and `worker` by the fields of these settings, `options` by all of them with their needs, `routes` by the
-  servers' routes and messages. GitHub shows the text around it.
+- Between `<!-- generated: NAME -->` and `<!-- end: NAME -->` stands what the code says: `commands`, the parser's
+  commands, `recipe`, `convert` and `worker`, the fields of these settings, `options`, all of them with their needs,
+  `routes`, the servers' routes and messages.
 """
 
 from __future__ import annotations
@@ -35,13 +37,20 @@ _WORKER = re.compile(
 OUTSIDE = "repository"  # The folder of the site that has files from outside docs/.
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _PROJECT = ("CHANGELOG.md", "CONTRIBUTING.md", "PROJECT.md", "SECURITY.md")
+PARTS = re.compile(r"^<!-- generated: (\w+) -->\n(?:.*?^<!-- end: \1 -->\n)?", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    arguments.add_argument("out", type=Path, help="the directory of the site")
-    out = arguments.parse_args().out.resolve()
+    arguments.add_argument("out", type=Path, nargs="?", help="the directory of the site")
+    arguments.add_argument("--pages", action="store_true", help="write the tables of the pages in docs/ instead")
+    options = arguments.parse_args()
+    if options.pages or options.out is None:
+        for path, text in filled_pages().items():
+            path.write_text(text, "utf-8")
+        return 0
+    out = options.out.resolve()
     with tempfile.TemporaryDirectory(prefix="forebay-docs-") as directory:
         prepare(Path(directory))
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--site-dir", str(out)]
@@ -68,7 +77,7 @@ def prepare(directory: Path) -> None:
             new = {name for name in linked - done if not name.startswith("docs/") and (ROOT / name).is_file()}
             waiting += new
             done |= new
-            text = _with_links(_filled_in(text), path)
+            text = _with_links(text, path)
         page = pages / _site_uri(path)
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(_as_page(path, text), "utf-8")
@@ -112,11 +121,15 @@ def _as_page(path: str, text: str) -> str:
     return f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n~~~~ {{.{language} linenums=1}}\n{text}\n~~~~\n"
 
 
-def _filled_in(text: str) -> str:
-    for name, generate in GENERATED.items():
-        if (marker := f"<!-- generated: {name} -->") in text:
-            text = text.replace(marker, "\n".join(generate()))
-    return text
+def filled_pages() -> dict[Path, str]:
+    """Return the pages that have generated parts, with those parts as the code has them now."""
+
+    def generated(match: re.Match[str]) -> str:
+        lines = "\n".join(GENERATED[match[1]]())
+        return f"<!-- generated: {match[1]} -->\n\n{lines.strip()}\n\n<!-- end: {match[1]} -->\n"
+
+    pages = {path: path.read_text("utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))}
+    return {path: PARTS.sub(generated, text) for path, text in pages.items() if PARTS.search(text)}
 
 
 def _with_links(text: str, path: str) -> str:
@@ -154,7 +167,7 @@ def commands() -> Iterator[str]:
         yield f"## {panel}\n"
         for path, parser in by_path.items():
             if path and path[0] in names:
-                yield f"### forebay {' '.join(path)} {{ #{'-'.join(['forebay', *path])} }}\n"
+                yield f"### forebay {' '.join(path)}\n"
                 yield f"{_sentence(parser.description)}\n"
                 usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
                 usage = re.sub(r" \[(-h|-q|-v|--json|--log-level [^]]*|--log-format [^]]*)\]", "", usage)
@@ -213,7 +226,7 @@ def recipe() -> Iterator[str]:
         name: operator.attrgetter(place.split(":")[1])(import_module(place.split(":")[0])) for name, place in named
     }
     for name, kind in (tables | stages).items():
-        yield f"### \\[{name}{'' if ']' in name else ']'} {{ #{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')} }}\n"
+        yield f"### \\[{name}{'' if ']' in name else ']'}\n"
         described = re.sub(r"^(The )?`\[[\w.]+\]`( table of a recipe)?: ?", "", _described(kind.__doc__ or "")[0])
         yield f"{_sentence(described)}\n"
         yield from _fields(kind, without=("own",))
@@ -237,12 +250,13 @@ def all_options() -> Iterator[str]:
     """Every option, what it does and what it serves."""
     import options
 
-    classes, rows = options.classes(), (ROOT / "docs/reference/configuration.md").read_text("utf-8").splitlines()
+    classes = options.classes()
+    rows = PARTS.sub("", (ROOT / "docs/reference/configuration.md").read_text("utf-8")).splitlines()
     cells = {
         row.split(" | ")[0].strip("| `"): row.split(" | ")[-1].strip("| ") for row in rows if row.startswith("| `")
     }
     for place, needs in options.served().items():
-        yield f"## {place.replace('[', chr(92) + '[')} {{ #{re.sub('[^a-z0-9]+', '-', place.lower()).strip('-')} }}\n"
+        yield f"## {place.replace('[', chr(92) + '[')}\n"
         yield "| option | meaning | serves |\n|---|---|---|"
         texts = dict(options.places()[place])
         kind = classes.get(place)
@@ -334,15 +348,11 @@ def _table_of(hint: Any) -> Any:
 
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
     """The text of a docstring, and what it says of each argument or attribute."""
-    from griffe import Docstring, DocstringSectionKind, parse_google
-
-    text, texts = "", {}
-    for section in parse_google(Docstring(inspect.cleandoc(docstring)), warnings=False):
-        if section.kind is DocstringSectionKind.text and not text:
-            text = section.value.partition("\n\nSource:")[0]
-        if section.kind in (DocstringSectionKind.parameters, DocstringSectionKind.attributes):
-            texts |= {part.strip(): item.description for item in section.value for part in item.name.split(",")}
-    return text, texts
+    docstring = f"{inspect.cleandoc(docstring)}\n"
+    text = re.split(r"\n\n?(?:Source|Args|Attributes|Returns|Yields|Raises): ?", docstring)[0]
+    sections = re.findall(r"^(?:Args|Attributes):.*\n((?:(?: {4}.*)?\n)+)", docstring, re.MULTILINE)
+    items = re.findall(r"^ {4}([\w*]+(?:, [\w*]+)*): (.+\n(?: {8}.*\n)*)", "".join(sections), re.MULTILINE)
+    return text.strip(), {name: " ".join(about.split()) for names, about in items for name in names.split(", ")}
 
 
 def _fields(kind: Any, without: tuple[str, ...] = ()) -> Iterator[str]:

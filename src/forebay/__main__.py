@@ -4,16 +4,15 @@ import gc
 import signal
 import sys
 import threading
+from importlib import import_module
 from typing import Any, NoReturn
 
 
-def run() -> NoReturn:
-    """Run the command of this process and exit, with 130 for an interrupt, also while modules are imported."""
+def run(module: str = "forebay.cli") -> NoReturn:
+    """Run a module's `main` and exit with its result, with 130 for an interrupt, also while modules are imported."""
     sys.unraisablehook = _interrupt_again
     try:
-        from forebay.cli import main
-
-        code = main()
+        code = import_module(module).main()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forebay.errors import DatasetError
+from forebay.files import nothing_there
 from forebay.formats import dataset_format
 from forebay.formats.base import get_format, names_with
 from forebay.formats.detect import RAW_TOKENS, detect, format_of_suffix
@@ -76,7 +77,7 @@ def _find_files(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]
     elif path.with_name(path.name + ".idx").is_file():
         yield path.with_name(path.name + ".idx"), "megatron"
     else:
-        raise DatasetError(f"{path}: expected a file or directory, got nothing there. Check the path.")
+        raise DatasetError(f"{path}: expected a file or directory, got {nothing_there(path)}")
 
 
 def kind_of(path: Path, options: CheckOptions) -> str:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from forebay.errors import DatasetError
+from forebay.errors import DatasetError, did_you_mean
 
 
 def _host() -> str:
@@ -136,6 +136,17 @@ def path_below(folder: Path, name: str) -> Path:
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read: {error.strerror}. Fetch or prepare it again.") from error
     return path
+
+
+def nothing_there(path: str | Path, advice: str = "Check the path.") -> str:
+    """Return the end of an error about a path where nothing is: similar names beside it, else an advice."""
+    text = str(path).rstrip("/")
+    folder, name = os.path.split(text)
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(entry.name for entry in Path(folder).expanduser().iterdir())
+    near = did_you_mean(name, names, text[: len(text) - len(name)])
+    return f"nothing there. {near.strip() or advice}"
 
 
 def sync_file(path: str | Path) -> None:

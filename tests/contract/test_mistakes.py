@@ -19,14 +19,17 @@ import tokenizers
 import forebay
 from forebay import Loader, Mixture, SampleOptions, TextStream, open_dataset, prepare_dataset
 from forebay.cli import main
+from forebay.formats import open_external
 from forebay.network.pki.identity import create_network
+from forebay.worker import create_huggingface_dataset
 from support.store import stored
 
 COMMANDS = [
-    ("prepar corpus", "'prepar' is not known. Did you mean 'prepare' or 'report'?", 2),
+    ("prepar corpus", "'prepar' is not known. Did you mean 'prepare'?", 2),
     ("--versio", "unrecognized arguments: --versio. Did you mean '--version'", 2),
     ("network jion net", "'jion' is not known. Did you mean 'join'?", 2),
     ("prepare corpus --outt d", "unrecognized arguments: --outt d. Did you mean '--out'", 2),
+    ("prepare corpus --tokeniser x", "unrecognized arguments: --tokeniser x. Did you mean '--tokenizer'? See", 2),
     ("prepare corpus", "expected --out DIR, got none", 2),
     ("prepare corpus --out d", "expected a tokenizer (--tokenizer or [tokenize] tokenizer)", 2),
     ("prepare nowhere --out d {b}", "expected a file or directory, got nowhere, which does not exist", 1),
@@ -65,7 +68,7 @@ COMMANDS = [
     ("prepare corpus --out d {b} --config own.toml", "which a recipe may run only with --allow-code", 2),
     ("prepare corpus --out d {b} --config own.toml --allow-code", "No module named 'myfilters'. It was looked for", 2),
     ("prepare corpus --out d {b} --config english.toml", "expected codes of languages such as en", 2),
-    ("inspect nowhere", "(a directory with manifest.json), got nothing there", 1),
+    ("inspect nowhere", "expected a dataset or files of tokens, got nothing there. Check the path", 1),
     ("inspect corpus", "got files of another kind. Make one: of text `forebay prepare`", 1),
     ("verify half", "half: it is an unfinished preparation. Run the same `forebay prepare` again", 1),
     ("verify ds/manifest.json", "got a file. Did you mean ds?", 1),
@@ -77,7 +80,10 @@ COMMANDS = [
     ("doctor nowhere", "got nothing there. Check the path", 1),
     ("plan --bytes 2TX", "'2TX' is not a size", 2),
     ("launch slrm", "Did you mean 'slurm'?", 2),
+    ("launch slurm --set node=2 -- python train.py", "got 'node'. Did you mean 'nodes'?", 2),
+    ("launch systemd", "expected host (address of this machine that others reach), got none", 2),
     ("top nowhere", "the output directory of `forebay prepare`, got nothing there", 2),
+    ("top .", "got a folder with neither. Did you mean ds?", 2),
     ("ledger verify nowhere", "ledger nowhere: cannot read it", 1),
     ("status", "expected HOST:PORT, got none. Give a node's address", 2),
     ("find ds", "expected --identity DIR, got none", 2),
@@ -89,13 +95,16 @@ COMMANDS = [
     ("network revoke ada net", "expected the name of a member, or a peer id", 2),
     ("worker ds --identity w python train.py", "Write -- before a command: forebay worker … -- python train.py", 2),
     ("coordinator --set num_stps=4", "num_stps: expected a setting of python -m forebay.worker", 2),
-    ("coordinator --set num_steps=0", "expected num_steps of at least 1, got 0", 2),
+    ("coordinator --set num_steps=0", "num_steps: expected an integer from 1, got 0", 2),
 ]  # fmt: skip
 B = {"seq_len": 16, "batch_size": 2}
 P = {"tokenizer": "bytes", "workers": 1}
+S = {"tokenizer": "bytes", **B}
 CALLS = [
     (lambda: Loader("nowhere", **B), "got nothing there"),
     (lambda: Loader("dss", **B), "Did you mean 'ds'"),
+    (lambda: Loader("mix.toml", **B), "expected the TOML file of a mixture, got nothing there"),
+    (lambda: Loader(Mixture({"a": "ds", "b": "blob.bin"}, {"a": 1}), **B), "ids below 257, the vocabulary of a, got"),
     (lambda: Loader("rows.jsonl", **B), "got files of another kind. Make one: of text `forebay prepare`"),
     (lambda: Loader("ds/manifest.json", **B), "Did you mean ds?"),
     (lambda: Loader("ds", seq_len=16), "batch size: expected one of batch_size"),
@@ -105,20 +114,25 @@ CALLS = [
     (lambda: Loader({"a": "ds"}, **B), "got dict. Several are read by forebay.Mixture"),
     (lambda: Loader(np.arange(9), **B), "got ndarray. Write data to a file first"),
     (lambda: Loader(Mixture({"a": "ds", "b": "ds3"}, {"a": 1, "b": 1}), **B), "Prepare b with --tokenizer ds/tokeni"),
-    (lambda: Mixture({"a": "ds"}, [1.0]), "expected weights {name: weight}"),
+    (lambda: Mixture({"a": "ds"}, [1.0]), "expected weights {name: number}"),
+    (lambda: Mixture({"a": "ds"}, {"a": "0.7"}), "expected weights {name: number}"),
     (lambda: Mixture({"a": "ds"}, {"b": 1}), "expected weights of a, got b"),
     (lambda: Loader("ds", **B, split="val"), "got 'val'. Did you mean 'validation'?"),
     (lambda: Loader("ds", **B, split="validation"), "samples=forebay.SampleOptions(validation_fraction=0.01)"),
     (lambda: Loader("ds", **B, drop_last=True), "Give it as samples=forebay.SampleOptions(drop_last=...)"),
     (lambda: Loader("ds", **B, num_workers=2), "Give it to loader.to_torch(num_workers=...)"),
-    (lambda: Loader("ds", seq_length=16, batch_size=2), "Did you mean 'seq_len'?"),
+    (lambda: Loader("ds", seqlen=16, batch_size=2), "Did you mean 'seq_len'?"),
     (lambda: Loader("ds", **B, packing="bestfit"), "got 'bestfit'. Did you mean 'best_fit'?"),
     (lambda: Loader("ds", **B, cache="/tmp/x"), "got '/tmp/x'. Give a path as cache_dir="),
     (lambda: Loader("ds", **B, samples={"drop_last": True}), "got dict. Use samples=forebay.SampleOptions(...)"),
     (lambda: Loader("ds", seq_len=16, global_batch_size=4, world_size=2), "expected rank= or RANK of the environment"),
     (lambda: Loader("ds", **B).load_state_dict({"step": 3}), "got the keys ['step']"),
     (lambda: Loader("ds", **B).load_state_dict(Loader("ds3", **B).state_dict()), "expected dataset_id"),
+    (lambda: Loader("ds", **B).load_state_dict({"d": Loader("ds", **B).state_dict()}), "Did you mean state['d']?"),
+    (lambda: TextStream("corpus", **S).load_state_dict(Loader("ds", **B).state_dict()), "Load it into a Loader."),
+    (lambda: next(iter(Loader("ds", **B)))[0], "batch[0]: expected one of ['inputs', 'labels']"),
     (lambda: open_dataset(["ds"]), "got list"),
+    (lambda: open_external("corpus/1.tx"), "got nothing there. Did you mean 'corpus/1.txt'"),
     (lambda: prepare_dataset({"text": ["a"]}, "d", **P), "inputs: expected paths, URLs or sources, got dict"),
     (lambda: prepare_dataset([{"text": "a"}], "d", **P), "inputs: expected paths, URLs or sources, got dict"),
     (lambda: prepare_dataset("corpus", None, **P), "out: expected a directory or the URL of a bucket, got None"),
@@ -131,7 +145,12 @@ CALLS = [
     (lambda: prepare_dataset("corpus", "d", settings="x", **P), "settings: expected {table: {key: value}}, got 'x'"),
     (lambda: prepare_dataset("corpus", "d", tokenizer="bytes", workers="2"), "expected an integer from 1, got '2'"),
     (lambda: prepare_dataset("corpus", "d", to="parqet", **P), "Did you mean 'parquet'?"),
-    (lambda: TextStream("nowhere", tokenizer="bytes", **B), "got nowhere, which does not exist"),
+    (lambda: TextStream("nowhere", **S), "got nowhere, which does not exist"),
+    (lambda: TextStream("ds", **S), "forebay.Loader reads it"),
+    (lambda: create_huggingface_dataset("corpus"), "Did you mean './corpus'?"),
+    (lambda: create_huggingface_dataset("corpus/1.txt"), "'./corpus/1.txt'? The hub's is 'hf:corpus/1.txt'"),
+    (lambda: create_huggingface_dataset("./corpu"), "got nothing there. Did you mean './corpus'?"),
+    (lambda: create_huggingface_dataset("./ds"), "forebay.Loader reads it"),
 ]  # fmt: skip
 
 

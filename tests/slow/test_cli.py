@@ -101,18 +101,19 @@ def test_zsh_takes_the_completion_of_bash():
     assert script == "autoload -U +X bashcompinit && bashcompinit\n" + completion(make_parser(), "bash")
 
 
+@pytest.mark.parametrize("program, module", [("forebay", "forebay.cli.data"), ("forebay.worker", "numpy")])
 @pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "Destroyed(); time.sleep(600)"])
-def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt):
+def test_ctrl_c_while_modules_are_imported_ends_with_130(interrupt, program, module):
     """As from an impatient user, or on a machine that is slow to import. Python drops an interrupt in a destructor."""
     code = (
-        "import sys, time, forebay.__main__\n"
+        "import runpy, sys, time\n"
         "class Destroyed:\n"
         "    def __del__(self): raise KeyboardInterrupt\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, *_):\n"
-        f"        if name == 'forebay.cli.data': {interrupt}\n"
+        f"        if name == {module!r}: {interrupt}\n"
         "sys.meta_path.insert(0, Interrupt())\n"
-        "forebay.__main__.run()\n"
+        f"runpy.run_module({program!r}, run_name='__main__')\n"
     )
     done = run("-c", code)
     assert (done.returncode, done.stderr) == (130, "forebay: interrupted\n")

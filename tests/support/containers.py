@@ -61,10 +61,11 @@ class Machine:
         def local(text):
             for top in {target.split("/")[1] for target in mounts}:
                 text = re.sub(rf"(?<![\w/.-])/{re.escape(top)}(?![\w.-])", str(root / top), text)
-            names = "|".join(map(re.escape, (*services, "0.0.0.0")))
+            own = ("0.0.0.0", "127.0.0.1")
+            names = "|".join(map(re.escape, (*services, *own)))
 
             def address(match):
-                service = name if match[1] == "0.0.0.0" else match[1]
+                service = name if match[1] in own else match[1]
                 return f"127.0.0.1:{self.port(service, match[2])}"
 
             return re.sub(rf"(?<![\w.-])({names}):(\d{{4}})(?!\d)", address, text)

@@ -24,6 +24,7 @@ from forebay.cli.arguments import (
     seconds,
     show,
     size,
+    validate,
 )
 from forebay.cli.running import (
     add_from_urls,
@@ -286,9 +287,7 @@ def _run_config(args: Namespace) -> dict[str, Any]:
     for key in sorted(config.keys() - set(names)):  # Settings of other programs have other names.
         if near := did_you_mean(key, names):
             raise UsageError(f"{key}: expected a setting of python -m forebay.worker.{near}")
-    for key in ("batch_size", "seq_len", "num_steps"):
-        if type(config.get(key, 1)) is not int or config.get(key, 1) < 1:
-            raise UsageError(f"coordinator: expected {key} of at least 1, got {config[key]!r}.")
+    validate(WorkerConfig, {key: config[key] for key in config.keys() & set(names)}, "coordinator")
     return config
 
 

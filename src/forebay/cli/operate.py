@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -208,9 +209,15 @@ def _launch(args: Namespace) -> None:
         if not equals:
             raise UsageError(f"launch: --set: expected KEY=VALUE, such as name=train, got {text!r}.")
         values[key] = value
+    settings = KINDS[args.kind].settings
+    filled = {key: setting.default or "" for key, setting in settings.items()} | values
+    for key, value in filled.items():
+        if value and key in settings and settings[key].is_path and not Path(value).is_absolute():
+            relative = os.path.relpath(value, args.directory)
+            values[key] = relative if relative.startswith(".") else f"./{relative}"
     paths = write(args.directory, render(args.kind, values, args.command))
-    filled = {key: setting.default for key, setting in KINDS[args.kind].settings.items()} | values
-    steps = [step.format(out=shlex.quote(str(args.directory)), **filled) for step in KINDS[args.kind].next_steps]
+    words = {key: shlex.quote(value) for key, value in filled.items()} | {"out": shlex.quote(str(args.directory))}
+    steps = [step.format(**words) for step in KINDS[args.kind].next_steps]
     files = list(map(str, paths))
     print_result(args, {"files": files, "next": steps}, *files, *(f"next: {step}" for step in steps))
 

@@ -27,9 +27,10 @@ from forebay.dataset.lengths import read_document_ends
 from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
-from forebay.errors import DatasetError, UsageError, did_you_mean
-from forebay.files import open_below, path_below
+from forebay.errors import DatasetError, UsageError
+from forebay.files import nothing_there, open_below, path_below
 from forebay.maps import release_pages
+from forebay.units import numbered
 
 if TYPE_CHECKING:
     from forebay.dataset.documents import Document, Documents
@@ -107,8 +108,8 @@ class Dataset:
     def __repr__(self) -> str:
         totals = f"{self.manifest.rows:,} rows"
         if self.manifest.layout == "tokens":
-            totals = f"{self.num_tokens:,} tokens in {len(self):,} documents"
-        location = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, url={self.url!r}"
+            totals = f"{self.num_tokens:,} tokens" + f" in {numbered(len(self), 'document')}" * bool(len(self))
+        location = f"{numbered(self.num_slices, 'slice')}, {self.manifest.bytes:,} bytes, url={self.url!r}"
         return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {location})"
 
     def _repr_html_(self) -> str:
@@ -480,12 +481,11 @@ def _read(folder: Path, name: str) -> bytes:
         with open_below(folder, name) as file:
             return file.read()
     except OSError as error:
-        what = "a file" if folder.is_file() else f"a directory without {name}" if folder.is_dir() else "nothing there"
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise DatasetError(f"{folder / name}: cannot be read: {error.strerror or error}. Check it.") from error
         advice = (
             f"Did you mean {folder.parent}?" if (folder.parent / name).is_file() else f"Give one that {_WRITERS} wrote."
         )
-        if not folder.exists() and folder.parent.is_dir():
-            advice = did_you_mean(folder.name, (path.name for path in folder.parent.iterdir())).strip() or advice
-        raise DatasetError(f"{folder}: expected a dataset (a directory with {name}), got {what}. {advice}") from error
+        what = "a file" if folder.is_file() else f"a directory without {name}"
+        what = f"{what}. {advice}" if folder.exists() else nothing_there(folder, advice)
+        raise DatasetError(f"{folder}: expected a dataset (a directory with {name}), got {what}") from error

@@ -4,6 +4,7 @@
 `base.Format` is what a format can do; nothing else in Forebay parses a file format.
 """
 
+import fnmatch
 import glob
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
-from forebay.files import path_below
+from forebay.files import nothing_there, path_below
 from forebay.formats.arrow import STATE_FILE, check_split
 from forebay.formats.base import formats, get_format
 from forebay.formats.blocks import INDEX_FILE
@@ -53,7 +54,7 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
         None if nothing at the path is of a known format; also for a dataset of Forebay's own.
 
     Raises:
-        DatasetError: If it is of a known format and is damaged, truncated or holds no tokens.
+        DatasetError: If nothing is there, or it is of a known format and is damaged, truncated or holds no tokens.
         UsageError: If it cannot be read without `dtype`, is several datasets (the message tells how to name one), or
             has columns beside the tokens that would be lost, as `formats.layout` says, and `column` names none.
     """
@@ -65,6 +66,8 @@ def open_external(path: str | Path, *, dtype: Any = None, column: str | None = N
     check_no_chunks(path.parent)
     if pair := pair_of(path):
         return MegatronDataset(path.parent, [pair])
+    if not path.exists():
+        raise DatasetError(f"{path}: expected a dataset or files of tokens, got {nothing_there(path)}")
     if not path.is_file():
         return None
     if path.name in (INDEX_FILE, STATE_FILE):
@@ -103,14 +106,23 @@ def open_token_files(folder: Path, files: Sequence[Path], dtype: Any) -> Externa
         chosen = [file for file in tokens if file in set(chosen) or file.suffix in RAW_SUFFIXES]
     if not chosen:
         return None
-    sets = {re.sub(r"[\d_.-]*$", "", file.stem): file.suffix for file in chosen}
+    sets: dict[str, list[str]] = {}
+    for file in chosen:
+        sets.setdefault(re.sub(r"[\d_.-]*$", "", file.stem), []).append(file.name)
     if len(sets) > 1:
+        patterns = [_pattern(stem, names, [file.name for file in chosen]) for stem, names in list(sets.items())[:8]]
         raise UsageError(
-            f"{folder}: expected one set of token files, got "
-            f"{', '.join(f'{n}*{s}' for n, s in list(sets.items())[:8])}. "
-            f"Give one such pattern in place of the directory: {folder / next(iter(sets))}*{sets[next(iter(sets))]}."
+            f"{folder}: expected one set of token files, got {', '.join(patterns)}. "
+            f"Give one of these in place of the directory: {glob.escape(str(folder))}/{patterns[0]}."
         )
     return VectorDataset(folder, sorted(chosen), dtype)
+
+
+def _pattern(stem: str, names: Sequence[str], others: Sequence[str]) -> str:
+    """Return a pattern that matches these names of a set and no others; without one, the first name."""
+    suffix, stem = glob.escape(Path(names[0]).suffix), glob.escape(stem)
+    patterns = (f"{stem}*{suffix}", f"{stem}[0-9_.-]*{suffix}")
+    return next((p for p in patterns if fnmatch.filter(others, p) == names), glob.escape(names[0]))
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -22,6 +22,7 @@ from forebay.arrays import U64, Array
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import DatasetError, ForebayError, PrepareError, PrintableUrl, UsageError
+from forebay.files import nothing_there
 from forebay.formats import dataset_format, open_external, open_token_files
 from forebay.formats.arrow import check_split
 from forebay.formats.base import get_format, names_with
@@ -174,7 +175,7 @@ def open_tokens(path: str | Path, options: ConvertOptions) -> TokenSource | None
         return tokens_of_dataset(dataset) if dataset.manifest.layout == "tokens" else None
     is_pair = target.with_name(target.name + ".idx").exists()
     if not target.exists() and not is_pair and not re.search(r"[*?\[]", str(target)):
-        raise DatasetError(f"{target}: expected something to convert, got nothing there. Check the path.")
+        raise DatasetError(f"{target}: expected something to convert, got {nothing_there(target)}")
     external = open_external(target, dtype=options.input_dtype, column=options.column)
     return None if external is None else tokens_of_dataset(external)
 

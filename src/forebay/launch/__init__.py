@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from forebay.errors import UsageError, printable
+from forebay.errors import UsageError, printable, unknown_name
 from forebay.files import atomic_write
 
 
@@ -23,6 +23,7 @@ class Setting:
     default: str | None
     pattern: str
     about: str
+    is_path: bool = False  # Relative to the file in the file, and to the present directory for the user.
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def render(kind: str, values: Mapping[str, str], command: Sequence[str]) -> dict
     settings = KINDS[kind].settings
     for key, value in values.items():
         if key not in settings:
-            raise UsageError(f"launch {kind}: expected a setting of {', '.join(settings)}, got {key!r}.")
+            raise unknown_name(f"launch {kind}: --set", settings, key)
         setting = settings[key]
         if not re.fullmatch(setting.pattern, value) or not value.isprintable():
             form = "printable text" if setting.pattern in (".+", ".*") else setting.pattern

@@ -107,6 +107,17 @@ class _Batch(Generic[Array]):
     def __len__(self) -> int:
         return len(self.sample_ids)
 
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Array:
+        """An array [B, ...]. Raises UsageError if the batch has none of that name; also where a batch is unpacked."""
+        arrays = self.arrays()
+        if name not in arrays:
+            raise UsageError(f"batch[{name!r}]: expected one of {sorted(arrays)}. Use one of these names.")
+        return arrays[name]
+
     def _others(self) -> dict[str, Any]:
         """The fields that are no arrays of a batch; `dataclasses.replace` takes four times as long."""
         return {
@@ -253,12 +264,6 @@ class RowBatch(_Batch[Array]):
     """
 
     tensors: Mapping[str, Array] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Array:
-        """A tensor [B, ...]. Raises UsageError if the rows have none of that name."""
-        if name not in self.tensors:
-            raise UsageError(f"batch[{name!r}]: expected one of {sorted(self.tensors)}. Use one of these names.")
-        return self.tensors[name]
 
     @property
     def inputs(self) -> Array:

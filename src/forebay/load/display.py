@@ -13,7 +13,7 @@ from forebay.errors import UsageError
 from forebay.load.tokens import TokenCollator
 from forebay.maps import map_offset
 from forebay.order.footprint import fetch_ratios, num_requests
-from forebay.units import format_bytes
+from forebay.units import format_bytes, numbered
 
 if TYPE_CHECKING:
     from forebay.dataset.documents import Document, Documents
@@ -46,7 +46,7 @@ def describe(loader: Any) -> dict[str, str]:
     for name, dataset, index in zip(loader.datasets, loader.datasets.values(), loader.plan.indexes):
         size = format_bytes(int(dataset.table.bytes.sum()))
         fields[f"dataset {name}".strip()] = (
-            f"{dataset.name} ({dataset.url}), id {dataset.id[:12]}, {dataset.num_slices:,} slices, {size}; "
+            f"{dataset.name} ({dataset.url}), id {dataset.id[:12]}, {numbered(dataset.num_slices, 'slice')}, {size}; "
             f"{index.num_samples:,} {unit}"
         )
     sizes = ", then ".join(f"{size:,} from step {step:,}" for step, size in loader.global_batch_sizes)
@@ -54,9 +54,9 @@ def describe(loader: Any) -> dict[str, str]:
     if loader.plan.jobs:
         return fields | _describe_jobs(loader)
     fields["rank"] = f"{loader.rank} of {loader.world_size}"
-    fields["position"] = f"epoch {loader.epoch}, step {loader.step:,} of {_limit(run.num_steps)}"
+    fields["position"] = f"epoch {loader.epoch}, step {loader.step:,}{_limit(run.num_steps)}"
     if loader.mixture is None:
-        fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; epochs in a pass: {_limit(config.epochs)}"
+        fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; epochs in a pass: {config.epochs or 'no end'}"
     elif run.num_steps is not None:
         fields["repeats"] = ", ".join(f"{name} {n:.2f} times" for name, n in _repeats(loader).items())
     fields["order"] = f"{order}, seed {order.seed}, assignment {config.order.assignment}"
@@ -70,7 +70,7 @@ def describe(loader: Any) -> dict[str, str]:
 def _describe_jobs(loader: Any) -> dict[str, str]:
     jobs, settings = loader.plan.jobs, loader.plan.cache
     return {
-        "position": f"epoch {loader.epoch}, step {loader.step:,} of {_limit(loader.run.num_steps)} of this worker",
+        "position": f"epoch {loader.epoch}, step {loader.step:,}{_limit(loader.run.num_steps)} of this worker",
         "order": "as leases are granted: "
         + ", ".join(f"job {job.job_id[:12]} of {job.name} at {job.scheduler.addresses()[0]}" for job in jobs.values()),
         "packing": f"{loader.config.packing}, document masks {'on' if loader.config.has_masks else 'off'}",
@@ -79,7 +79,7 @@ def _describe_jobs(loader: Any) -> dict[str, str]:
 
 
 def _limit(number: int | None) -> str:
-    return "unlimited" if number is None else f"{number:,}"
+    return "" if number is None else f" of {number:,}"
 
 
 def _repeats(loader: Any) -> dict[str, float]:

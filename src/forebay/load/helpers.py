@@ -7,7 +7,6 @@ It sends several small batches in one message, through shared memory, and stays 
 import contextlib
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -103,7 +102,8 @@ class _Helper:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "from forebay.load.helpers import main; main()", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()], process_group=0,  # Ctrl-C is the parent's, which ends its helpers.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )  # fmt: skip
         self._reader, self._socket = SegmentReader(ours), ours
         self._connection = Connection(os.dup(ours.fileno()))
@@ -145,7 +145,6 @@ def _close_all(helpers: "list[_Helper]") -> None:
 
 def main() -> None:
     """Run a helper; the argument is the number of its socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets it, too, and ends this process.
     with socket.socket(fileno=int(sys.argv[1])) as end:
         connection, writer = Connection(os.dup(end.fileno())), SegmentWriter(end)
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # The parent has ended.

@@ -14,11 +14,13 @@ from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
 from forebay.errors import DatasetError, PrintableUrl, UsageError
+from forebay.files import nothing_there
 from forebay.load.packing import DocumentSubset
 from forebay.order.mixture import Weights
 
 DatasetSource: TypeAlias = "str | Path | Dataset"
 _log = logging.getLogger("forebay")
+_NUM_CHECKED = 1 << 20  # Tokens of a dataset without a vocabulary.
 _OPENERS = 16  # Threads that open the datasets of a mixture.
 
 
@@ -52,7 +54,7 @@ class Mixture:
             _ = self.plan  # Checks the weights.
         except (TypeError, ValueError, AttributeError) as error:
             raise UsageError(
-                f"mixture: expected weights {{name: weight}}, or [(step, {{name: weight}})], got {self.weights!r:.200}."
+                f"mixture: expected weights {{name: number}}, or [(step, {{name: number}})], got {self.weights!r:.200}."
             ) from error
 
     @property
@@ -64,7 +66,7 @@ class Mixture:
     def plan(self) -> Weights:
         """The weights in the order of `datasets`."""
         return Weights(
-            tuple((step, tuple(float(w.get(name, 0.0)) for name in self.datasets)) for step, w in self.changes)
+            tuple((step, tuple(0.0 + w.get(name, 0.0) for name in self.datasets)) for step, w in self.changes)
         )
 
     def _repr_html_(self) -> str:
@@ -181,7 +183,25 @@ def open_datasets(
                 "meant: allow_different_tokenizers=True of the Mixture (= true in its file), and for another type "
                 "forebay convert DATASET OUT --to forebay --dtype TYPE."
             )
+    if not allow_different_tokenizers:
+        _check_ids(datasets)
     return datasets
+
+
+def _check_ids(datasets: Mapping[str, Dataset]) -> None:
+    """Warn of datasets without a known vocabulary beside others; DatasetError if their first ids are outside it."""
+    sizes = {name: dataset.manifest.vocab_size for name, dataset in datasets.items()}
+    first, size = max(sizes.items(), key=lambda item: item[1])
+    for name in [name for name in datasets if size and not sizes[name]]:
+        dataset = datasets[name]
+        is_readable = dataset.is_local and not dataset.has_hashes and dataset.num_slices
+        largest = int(dataset.read_slice(0).tokens[:_NUM_CHECKED].max(initial=0)) if is_readable else 0
+        if largest >= size:
+            raise DatasetError(
+                f"mixture: expected ids below {size:,}, the vocabulary of {first}, got {largest:,} in {name}. Prepare "
+                "both with one tokenizer. Where that is meant: allow_different_tokenizers=True of the Mixture."
+            )
+        _log.warning("mixture: %s records no tokenizer: its ids are taken for those of %s.", name, first)
 
 
 def _tables(value: Any) -> list[dict[str, Any]]:
@@ -209,8 +229,10 @@ def as_mixture(source: object) -> Mixture | None:
     """A mixture, or the one in a TOML file; None for one dataset. Raises UsageError for several without weights."""
     if not isinstance(source, Mixture):
         _check_source(source)
-    if isinstance(source, (str, Path)) and str(source).endswith(".toml") and Path(source).is_file():
-        return Mixture.from_toml(source)
+    if isinstance(source, (str, Path)) and str(source).endswith(".toml") and "://" not in str(source):
+        if not Path(source).exists():
+            raise UsageError(f"{source}: expected the TOML file of a mixture, got {nothing_there(source)}")
+        return None if Path(source).is_dir() else Mixture.from_toml(source)
     return source if isinstance(source, Mixture) else None
 
 

@@ -49,13 +49,7 @@ def make_state(identity: Mapping[str, Any], run: Run, step: int) -> dict[str, An
 
 def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
     """The run step before which a state was taken. Raises StateError if it is not one of this run."""
-    if not isinstance(state, dict):
-        raise StateError(f"loader state: expected a dict from state_dict(), got {type(state).__name__}.")
-    if "version" not in state or "dataset_id" not in state:
-        raise StateError(
-            f"loader state: expected one from a Loader's state_dict(), got the keys {str(list(state))[:200]}. Load it "
-            "into an object of the kind that wrote it: a TextStream, or a DataLoader with as many workers."
-        )
+    state = check_kind(state, "Loader")
     _check_same("version", identity["version"], state["version"])
     for name in ("epoch", "samples_taken", "step"):
         number = state.get(name)
@@ -79,6 +73,26 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
             f"got {state['epoch']} and {state['samples_taken']}. Use a state from state_dict()."
         )
     return step
+
+
+_MARKS = {"Loader": "dataset_id", "TextStream": "lane_states"}
+"""A key that only the state of an object has."""
+
+
+def check_kind(state: object, kind: str) -> dict[str, Any]:
+    """Return a state of this kind. Raises StateError for one of another kind, and for what holds it."""
+    got, advice = type(state).__name__, "Load it into an object of the kind that wrote it."
+    if isinstance(state, dict):
+        if "version" in state and _MARKS[kind] in state:
+            return state
+        got = f"the keys {str(list(state))[:200]}"
+        for other, mark in _MARKS.items():
+            if mark in state:
+                got, advice = f"one of a {other}", f"Load it into a {other}."
+        for key, value in state.items():
+            if isinstance(value, dict) and _MARKS[kind] in value:
+                advice = f"Did you mean state[{key!r}]?"
+    raise StateError(f"{kind} state: expected one of its state_dict(), got {got}. {advice}")
 
 
 def _sizes(run: Run, step: int) -> Any:

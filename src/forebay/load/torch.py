@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from forebay.arrays import Array
 from forebay.errors import UsageError
@@ -28,9 +29,10 @@ TorchRows: TypeAlias = RowBatch[torch.Tensor]
 class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # PyTorch is not checked
     """A loader's batches as tensors; made by `Loader.to_torch`, which says what the arguments mean.
 
-    Also for `torch.utils.data.DataLoader(batches, batch_size=None, num_workers=3)`, whose workers make every third
-    batch. It has no position of its own: `loader.state_dict()` counts what the loop received; with workers of a
-    DataLoader only the loop knows it, and the state is `loader.state_at(batch.step + 1)`.
+    Also for `torch.utils.data.DataLoader(batches, num_workers=3)`, whose workers make every third batch each; its
+    batch_size is None, or 1: one of these batches. It has no position of its own: `loader.state_dict()` counts what the
+    loop received; with workers of a DataLoader only the loop knows it, and the state is
+    `loader.state_at(batch.step + 1)`.
 
     Raises:
         UsageError: If an argument is wrong.
@@ -101,7 +103,24 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         if self.style == "batch":
             return batch.with_arrays(convert(batch.arrays()))
         fields = batch.as_dict(self.style)
-        return {**fields, **convert({name: value for name, value in fields.items() if isinstance(value, np.ndarray)})}
+        arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+        return _Fields(fields, **convert(arrays))
+
+
+class _Fields(dict[str, Any]):
+    """A batch as a dictionary, which a DataLoader does not collate again."""
+
+
+def _collate(batches: list[Any], **_: Any) -> Any:
+    if len(batches) > 1:
+        raise UsageError(
+            f"DataLoader: expected batch_size=None, as these are batches, got {len(batches)}. The size of a batch is "
+            "the Loader's batch_size."
+        )
+    return batches[0]
+
+
+default_collate_fn_map.update(dict.fromkeys((TokenBatch, RowBatch, _Fields), _collate))
 
 
 def open_device(device: Any) -> Any:

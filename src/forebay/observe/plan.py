@@ -30,7 +30,7 @@ from forebay.order.mixture import Weights
 from forebay.order.plan import Order, SampleSize, part_of
 from forebay.order.run import Run
 from forebay.order.step_index import BatchSizes
-from forebay.units import format_bytes, format_rate, format_seconds
+from forebay.units import format_bytes, format_rate, format_seconds, numbered
 from forebay.worker.config import SIZES
 
 _BASE_BYTES = 96 << 20  # Of a Python process with the loader imported: 76 MiB measured.
@@ -294,7 +294,7 @@ def format_plan(plan: RunPlan) -> str:
     node = "node" if num_nodes == 1 else f"each of {num_nodes} nodes"
     rows = []
     for of, part in zip(plan.datasets(), plan.parts):
-        text = f"{of['slices']:,} slices, {format_bytes(of['bytes'])}, {of['samples']:,} samples"
+        text = f"{numbered(of['slices'], 'slice')}, {format_bytes(of['bytes'])}, {of['samples']:,} samples"
         if job.weights is not None:
             text += f", {of['passes']:.3g} times an epoch; fetched {of['fetch_ratio']:.2f} x"
         rows += [(f"dataset {of['name']}" if job.weights else "dataset", text), ("order", str(part.order))]

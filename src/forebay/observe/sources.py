@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forebay.errors import MALFORMED, ForebayError, PrepareError, ProtocolError, UsageError
+from forebay.files import nothing_there
 from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
@@ -147,19 +149,23 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
         try:
             read_progress(target)
         except PrepareError as error:
-            raise UsageError(
-                f"{target}: expected the record of a run (*.views.jsonl), or the output of `forebay prepare`, got a "
-                f"folder with neither ({error})."
-            ) from error
+            near = next(filter(_has_views, sorted(folder.glob("*/"))), "")
+            raise UsageError(f"{error}{f' Did you mean {near}?' * bool(near)}") from error
         return PreparationSource(target)
     address, is_plain = target.removeprefix("http://").rstrip("/"), target.startswith("http://")
     if folder.exists() or ":" not in address or "/" in address:
         raise UsageError(
             f"{target}: expected HOST:PORT of a scheduler, coordinator or data node, http://HOST:PORT of a coordinator "
             "or dashboard, the folder of a record, or the output directory of `forebay prepare`, got "
-            f"{'a file' if folder.exists() else 'nothing there'}. Check the path."
+            f"{'a file. Check the path.' if folder.exists() else nothing_there(target)}"
         )
     return NodeSource(address, status_by(Client(None) if is_plain else client()))
+
+
+def _has_views(folder: Path) -> bool:
+    with suppress(PrepareError):
+        return is_record(folder) or bool(read_progress(folder))
+    return False
 
 
 def status_by(client: Client) -> Callable[[str], Row]:

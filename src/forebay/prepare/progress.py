@@ -432,8 +432,8 @@ def read_progress(out: str | os.PathLike[str]) -> Json:
         finished = _parse(store, FINISHED_FILE, store.read(FINISHED_FILE))
     if not records and finished is None:
         raise PrepareError(
-            f"{store.url}: expected the directory of a preparation, got one without a record of its progress. `forebay "
-            "prepare --out` writes it."
+            f"{store.url}: expected the record of a run (*.views.jsonl), or the output of `forebay prepare`, got a "
+            "folder with neither."
         )
     last = max(records.values(), key=lambda record: record["updated_at"], default=finished)
     assert last is not None

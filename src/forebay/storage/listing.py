@@ -17,7 +17,7 @@ from forebay.errors import printable
 from forebay.storage.addresses import is_hidden
 
 LINK = "a link that leads out of the input folder (--follow-links reads it)"
-OUTPUT = "an output of Forebay: a dataset or a report"
+OUTPUT = "an output of Forebay: a dataset (forebay.Loader reads it) or a report"
 _SYSTEM = ("/proc/", "/sys/", "/dev/")
 _MAX_STATE_BYTES = 64 << 20
 _OF_TEXT = (

@@ -18,6 +18,7 @@ import zstandard
 
 from forebay.arrays import Array
 from forebay.errors import StateError
+from forebay.load.state import check_kind
 
 STATE_VERSION = 6
 COUNTS = ("documents", "text_bytes", "tokens", "empty", "malformed", "tail_tokens")
@@ -109,8 +110,7 @@ class StreamState:
         states = states if isinstance(states, list) and states else [states]
         merged: dict[str, Any] = {}
         for state in states:
-            if not isinstance(state, dict):
-                raise StateError(f"stream state: expected what state_dict() gives, got {type(state).__name__}.")
+            state = check_kind(state, "TextStream")
             for name, value in {"version": STATE_VERSION, **identity}.items():
                 got = state.get(name)
                 if got != value or type(got) is not type(value):

@@ -41,7 +41,6 @@ class CatalogEntry:
 
 _FILE = Path(__file__).with_name("catalog.toml")
 CATALOG = {name: CatalogEntry(name, **entry) for name, entry in read_toml(_FILE).items()}
-_TEXT_KEYS = {"bigcode/the-stack": "content", "bigcode/the-stack-dedup": "content", "bigcode/starcoderdata": "content"}
 
 
 def list_available_datasets() -> list[dict[str, Any]]:
@@ -63,14 +62,14 @@ def find_entry(name: str) -> CatalogEntry:
     for entry in CATALOG.values():
         if plain == entry.repository:
             return entry
+    if Path(name).exists():
+        raise UnknownDatasetError(
+            f"Dataset {name!r}: expected a path that begins with `.` or `/`, or a name of the hub, got either. "
+            f"Did you mean './{name}'? The hub's is 'hf:{name}'."
+        )
     if "/" in plain.strip("/"):
-        return CatalogEntry(name, plain, text_key=_TEXT_KEYS.get("/".join(plain.split("/")[:2]), "text"))
-    raise unknown_dataset(name)
-
-
-def unknown_dataset(name: str) -> UnknownDatasetError:
-    """The error for a name that no dataset has."""
-    return UnknownDatasetError(
+        return CatalogEntry(name, plain)
+    raise UnknownDatasetError(
         f"Dataset {name!r} not found: expected one of {', '.join(CATALOG)}, a full path OWNER/NAME of the hub, or a "
         f"path here that begins with `.` or `/`.{did_you_mean(name.casefold(), CATALOG)}"
     )

@@ -68,7 +68,8 @@ class WorkerConfig:
         batch_size: Samples of this worker's step (4).
         seq_len: Tokens of a sample (the dataset's own, and 32 for dummies).
         num_steps: Steps of the run (100).
-        model_size: "tiny", "small" or "medium": train a GPT of this size, or a model of `trainer` ("tiny").
+        model_size: "tiny", "small" or "medium": of the GPT that is trained, or of the model of your `trainer`. Without
+            it tokens are counted, unless learning_rate, device or trainer is given: then it is "tiny".
         worker_id: Identifies this worker to the coordinator, also after a restart (generated).
         coordinator: "host:port" or an http(s) URL (the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000).
         identity: This node's directory (`forebay network join`), for a coordinator with mutual TLS (plain HTTP).

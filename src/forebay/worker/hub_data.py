@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from forebay.errors import DownloadError, MissingPackageError
+from forebay.dataset.manifest import MANIFEST_FILE
+from forebay.errors import DownloadError, MissingPackageError, UnknownDatasetError
+from forebay.files import nothing_there
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
+from forebay.storage.listing import OUTPUT
 from forebay.stream.lane import StreamOptions
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
-from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
+from forebay.worker.catalog import CatalogEntry, find_entry
 
 WARMUP_DOCUMENTS = 256
 """Documents in the shuffle buffer before the first batch; the buffer grows from there. FineWeb: about 0.8 MB."""
@@ -88,9 +91,11 @@ def create_huggingface_dataset(
 
 def _find_inputs(entry: CatalogEntry, streaming: bool) -> Any:
     if entry.local:
-        if not Path(entry.repository).exists():
-            raise unknown_dataset(entry.name)
-        return entry.repository
+        path = Path(entry.repository)
+        if path.exists() and not (path / MANIFEST_FILE).exists():
+            return entry.repository
+        got = f"{OUTPUT}." if path.exists() else nothing_there(entry.name)
+        raise UnknownDatasetError(f"Dataset {entry.name!r}: expected a file or directory of text, got {got}")
     name = parse_url(entry.repository)
     folder = f"/{name.config}" if name.config else ""
     url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}{folder}:{name.split}"

@@ -278,6 +278,7 @@ class MembershipState:
     def _call(self, path: str, body: Mapping[str, Any], wait_s: float = 0.0, awaited: str = "") -> Operation[Any]:
         """One request, repeated with back-off while the coordinator is unreachable."""
         self.awaited = awaited or f"an answer of coordinator {self.coordinator}"
+        start = f"Start it with `forebay coordinator --listen {self.coordinator}`"
         deadline = self.clock() + self.patience_s
         tried = 0
         while True:
@@ -292,11 +293,11 @@ class MembershipState:
                 pause_s = backoff_s(tried, 0.05, MAX_PAUSE_S, chance=self.random)
                 if self.clock() + pause_s > deadline:
                     raise CoordinatorUnreachableError(
-                        f"coordinator {self.coordinator}: no answer for {self.patience_s:g} s. Start it with "
-                        f"`forebay coordinator --listen {self.coordinator}`, or give its address: --coordinator, "
-                        f"FOREBAY_COORDINATOR. Last: {error}"
+                        f"coordinator {self.coordinator}: no answer for {self.patience_s:g} s. {start}, or give its "
+                        f"address: --coordinator, FOREBAY_COORDINATOR. Last: {error}"
                     ) from error
-                self.awaited = f"coordinator {self.coordinator}: {error}"
+                cause = getattr(error.__cause__, "strerror", "") or error
+                self.awaited = f"coordinator {self.coordinator}, up to {self.patience_s:g} s: {cause}. {start}"
             yield Pause(pause_s)
 
 

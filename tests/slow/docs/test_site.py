@@ -54,7 +54,7 @@ def test_the_reference_has_what_the_code_has(site):
         for option in parser._option_string_actions:
             assert option == "--help" or f"<code>{option}</code>" in commands or option == "-h", (path, option)
     settings = (site / "reference" / "configuration.html").read_text("utf-8")
-    assert [stage for stage in STAGES if f'id="{stage.replace("_", "-")}"' not in settings] == []
+    assert [stage for stage in STAGES if f'id="{stage}"' not in settings] == []
     api = (site / "reference" / "api.html").read_text("utf-8")
     names = set(forebay.__all__) - {"__version__", "callbacks", "ForebayError"}
     assert [name for name in names if f'id="forebay.{name}"' not in api] == []

@@ -27,7 +27,7 @@ def run(program: str, *arguments: object, cwd: Path | None = None) -> str:
 
 
 def launched(directory: Path, kind: str, **settings: str) -> list[Path]:
-    required = {"image": "train:1"} if "image" in KINDS[kind].settings else {}
+    required = {key: "train.1" for key, setting in KINDS[kind].settings.items() if setting.default is None}
     return write(directory, render(kind, required | settings, COMMAND))
 
 
@@ -53,7 +53,7 @@ def test_shell_scripts(tmp_path):
         for container in [*pod.get("initContainers", ()), *pod.get("containers", ())]:
             if container["command"][0] == "sh":
                 inner[f"{document['metadata']['name']}-{container['name']}"] = container["command"][2]
-    assert len(inner) == 6
+    assert len(inner) == 7
     for name, script in inner.items():
         files.append(tmp_path / f"{name}.sh")
         files[-1].write_text(f"#!/bin/sh\n{script}\n")
@@ -80,7 +80,7 @@ def test_a_kustomization_is_built(tmp_path):
     for name in ("network.json", "root-cert.pem", "org-cert.pem", "org-key.pem"):
         (tmp_path / "issuer").mkdir(exist_ok=True)
         (tmp_path / "issuer" / name).write_text(name)
-    for role in ("data", "scheduler", "worker"):
+    for role in ("data", "scheduler", "viewer", "worker"):
         (tmp_path / f"{role}.token").write_text("token")
     built = list(yaml.safe_load_all(run("kubectl", "kustomize", tmp_path)))
     secrets = {item["metadata"]["name"]: set(item["data"]) for item in built if item["kind"] == "Secret"}
@@ -90,7 +90,8 @@ def test_a_kustomization_is_built(tmp_path):
         for volume in item.get("spec", {}).get("template", {}).get("spec", {}).get("volumes", ())
         if "secret" in volume
     }
-    assert secrets.keys() == used == {"lab-issuer", "lab-data-token", "lab-scheduler-token", "lab-worker-token"}
+    roles = {f"lab-{role}-token" for role in ("data", "scheduler", "viewer", "worker")}
+    assert secrets.keys() == used == {"lab-issuer", *roles}
     assert secrets["lab-worker-token"] == {"token"} and len(secrets["lab-issuer"]) == 4
 
 

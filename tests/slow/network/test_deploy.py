@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import socket
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from forebay.cli import main
 from support.containers import Container, Machine, image, without_dollars
+from support.paths import ROOT
 
 STATUS = ["forebay", "status", "--json", "--timeout", "20"]
 PROGRAM = """
@@ -165,7 +167,7 @@ def test_a_network_on_kubernetes_trains_to_the_end(tmp_path, machine):
     datasets, out = tmp_path / "datasets", tmp_path / "out"
     words = f"prepare {tmp_path}/texts --out {datasets}/mill --tokenizer bytes --slice-bytes 4KiB -q".split()
     assert not main(words)
-    words = f"launch kubernetes-network {out} --set=name=lab --set=dataset=mill --set=seq_len=16".split()
+    words = f"launch kubernetes-network {out} --set=name=lab --set=dataset=mill --set=seq_len=16 --set=image=a".split()
     assert not main([*words, "--", "python", str(tmp_path / "program.py"), "two words", "$HOME"])
     keys = out / "keys.sh"
     for service, port in (("lab-dht", "7400"), ("lab-admit", "7443")):
@@ -186,7 +188,11 @@ def test_a_network_on_kubernetes_trains_to_the_end(tmp_path, machine):
         scheduler, described = cluster.start(name)
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             scheduler.wait_until(described[probe]["exec"]["command"])
+    shown = cluster.start("lab-dashboard")[0]
     used = rows([cluster.start("lab-worker", index)[0] for index in range(3)])
+    page = f"http://127.0.0.1:{machine.port('lab-dashboard-0', '7480')}"
+    shown.wait_until(["forebay", "top", page, "--json"])
+    assert json.loads(shown.run("forebay", "top", page, "--json").stdout)["workers"]
     status = json.loads(scheduler.run(*STATUS).stdout)
     assert status["done"] and status["num_samples"] == used
     # The scheduler's pod starts again: its key, and the job, are on its disk.
@@ -203,8 +209,8 @@ def test_units_start_what_keys_were_created_for(tmp_path, machine):
     data, out, state = tmp_path / "sets 100%", tmp_path / "out", tmp_path / "state"
     assert not main(["prepare", str(tmp_path / "texts"), "--out", str(data / "mill"), "--tokenizer", "bytes", "-q"])
     program = machine.programs / "forebay"
-    words = f"launch systemd {out} --set=dataset=mill --set=seq_len=16 --set=program={program}".split()
-    assert not main([*words, f"--set=data={data}"])
+    words = f"launch systemd {out} --set=dataset=mill --set=host=127.0.0.1 --set=program={program}".split()
+    assert not main([*words, f"--set=data={data}", "--set=seq_len=16"])
     keys = out / "keys.sh"
     ports = {port: str(machine.port("node", port)) for port in ("7400", "7410", "7420")}
 
@@ -218,9 +224,11 @@ def test_units_start_what_keys_were_created_for(tmp_path, machine):
     assert creating.wait() == 0, creating.log.read_text()
     for name, address in (("dht", "udp://127.0.0.1:7400"), ("data-node", "127.0.0.1:7410"),
                           ("scheduler", "127.0.0.1:7420")):  # fmt: skip
-        (line,) = re.findall("^ExecStart=(.*)$", (out / f"forebay-{name}.service").read_text(), re.MULTILINE)
+        unit = (out / f"forebay-{name}.service").read_text()
+        ((line, families),) = re.findall(r"^ExecStart=(.*)\n(?:.*\n)*RestrictAddressFamilies=(.*)$", unit, re.MULTILINE)
         words = [a or b for a, b in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line)]
-        command = [local(re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", word)) for word in words]
+        command = [sys.executable, str(ROOT / "tests" / "support" / "restricted.py"), families]
+        command += [local(re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", word)) for word in words]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(tmp_path / f"{name}.sock"))
             notified.settimeout(600)

@@ -19,7 +19,7 @@ import zstandard
 from forebay.dataset.slices import Slice
 from forebay.doctor import CheckOptions, examine
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import ExternalDataset, open_external
+from forebay.formats import GUESSED, ExternalDataset, open_external
 from forebay.formats.external import MAX_TOKENS, fingerprint
 from forebay.formats.vectors import npy_header, sample_id
 from forebay.load.loader import Loader
@@ -184,14 +184,16 @@ def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path, extra):
 
 
 def test_a_loader_guesses_the_type_of_headerless_tokens(tmp_path, caplog):
-    for name, kind in {"a": "<u2", "b": "<u4", "c": "<i8"}.items():
+    for name, kind in {"train": "<u2", "t32": "<u4", "t64": "<i8"}.items():
         (tmp_path / f"{name}.bin").write_bytes(STREAM.astype(kind).tobytes())
         for path in (f"{name}.bin", f"{name}*.bin"):
             caplog.clear()
             batch = next(iter(Loader(tmp_path / path, seq_len=16, batch_size=1, shuffle=False)))
             assert batch.inputs[0].tolist() == STREAM[:16].tolist() and np.dtype(kind).name in caplog.text
-    with pytest.raises(UsageError, match=r"one set of token files, got a\*\.bin, .*Give one such pattern.*/a\*\.bin"):
+    with pytest.raises(UsageError, match=r"one set of token files, got .*, train\*\.bin") as error:
         Loader(tmp_path, seq_len=16, batch_size=1)
+    advised = str(error.value).partition("in place of the directory: ")[2].rstrip(".")
+    assert [path.name for path in open_external(advised, dtype=GUESSED).files] == ["t32.bin", "t64.bin"]
 
 
 def test_mds_columns():
@@ -238,7 +240,7 @@ def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path):
 
 def test_nothing_known_is_none_and_ours_is_not_theirs(tmp_path):
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
-    assert open_external(tmp_path / "absent") is open_external(tmp_path) is None
+    assert open_external(tmp_path / "index.json") is open_external(tmp_path) is None
     np.save(tmp_path / "x.npy", np.arange(8, dtype=np.uint16))
     assert open_external(tmp_path) is not None
     (tmp_path / "manifest.json").write_text("{}")

@@ -1,6 +1,7 @@
 """`forebay launch`: what its files say, that ranks know who they are, and that no value changes a file's structure."""
 
 import json
+import os
 import re
 import shlex
 
@@ -46,7 +47,7 @@ def test_a_value_of_another_form_is_refused(kind):
                 continue
             with pytest.raises(UsageError, match=rf"launch {kind}: {key} \(.*\): expected "):
                 render(kind, {key: value}, command)
-    with pytest.raises(UsageError, match=r"expected a setting of name, .*, got 'nodez'"):
+    with pytest.raises(UsageError, match=r"expected one of name, .*, got 'nodez'"):
         render(kind, {"nodez": "1"}, command)
     for word in ("\0", "\udcff"):
         with pytest.raises(UsageError, match="a NUL byte or bytes that are not UTF-8"):
@@ -55,7 +56,7 @@ def test_a_value_of_another_form_is_refused(kind):
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_no_placeholder_is_left(kind):
-    required = {key: "train:1" for key, setting in KINDS[kind].settings.items() if setting.default is None}
+    required = {key: "train.1" for key, setting in KINDS[kind].settings.items() if setting.default is None}
     for text in [*render(kind, required, ["python", "train.py"]).values(), *KINDS[kind].next_steps]:
         assert not re.search(r"<[a-z_ -]+>|replace|example|todo|your[ -]|change.?me", text, re.I)
     for key in required:
@@ -77,16 +78,19 @@ def test_hostile_paths_are_mounts_and_nothing_else():
 
 
 def test_files_are_written_once(tmp_path, capsys):
-    arguments = ["launch", "systemd", str(tmp_path / "a b"), "--json"]
+    arguments = ["launch", "systemd", str(tmp_path / "a b"), "--json", "--set=host=10.0.0.1"]
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert sorted(result["files"]) == sorted(str(path) for path in (tmp_path / "a b").iterdir())
-    assert shlex.split(result["next"][1]) == ["sh", str(tmp_path / "a b" / "keys.sh")]
+    assert shlex.split(result["next"][2]) == ["sh", str(tmp_path / "a b" / "keys.sh")]
     assert main(arguments) == 0  # the same text
     before = {path: path.read_bytes() for path in (tmp_path / "a b").iterdir()}
     assert main([*arguments, "--set", "seq_len=2"]) == 2
     assert "expected no file" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (tmp_path / "a b").iterdir()} == before
     (tmp_path / "file").touch()
-    assert main(["launch", "systemd", str(tmp_path / "file")]) == 1
+    assert main(["launch", "systemd", str(tmp_path / "file"), "--set=host=a"]) == 1
+    assert main(["launch", "compose", str(tmp_path / "d"), f"--set=texts={os.path.relpath(tmp_path)}/t"]) == 0
+    (mount, *_) = yaml.safe_load((tmp_path / "d" / "compose.yaml").read_text())["services"]["setup"]["volumes"]
+    assert mount["source"] == "../t"  # of the file
     assert main(["launch", "slurm", str(tmp_path)]) == 2 and main(["launch", "compose", "--set", "x"]) == 2

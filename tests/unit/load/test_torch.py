@@ -34,7 +34,7 @@ STEPS = 25  # Of an epoch: 97 samples.
 class HelperThread:
     """A helper that runs in a thread, whose name is the number of its socket, instead of in a process."""
 
-    def __init__(self, command: list[str], pass_fds: list[int], env: dict[str, str]):
+    def __init__(self, command: list[str], pass_fds: list[int], **_: Any):
         self.pid = os.dup(pass_fds[0])
         self._thread = threading.Thread(target=helpers.main, name=str(self.pid), daemon=True)
         self._thread.start()
@@ -62,7 +62,6 @@ def helpers_in_threads(monkeypatch):
 
     threads = SimpleNamespace(Popen=HelperThread, TimeoutExpired=subprocess.TimeoutExpired)
     monkeypatch.setattr(helpers, "subprocess", threads)
-    monkeypatch.setattr(helpers, "signal", SimpleNamespace(signal=lambda *_: None, SIGINT=0, SIG_IGN=0))
     monkeypatch.setattr(helpers, "sys", System())
 
 
@@ -197,8 +196,10 @@ def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch):
     loader = Loader(data, **ARGUMENTS)
     own = torch.utils.data.DataLoader(loader.to_torch(), batch_size=None)
     assert len(own) == STEPS and ids(own) == expected[:STEPS] and loader.step == STEPS
-    named = torch.utils.data.DataLoader(loader.to_torch(style="plain"), batch_size=None)
+    named = torch.utils.data.DataLoader(loader.to_torch(style="plain"))
     assert ids(named) == expected[STEPS:]
+    with pytest.raises(UsageError, match="expected batch_size=None, as these are batches, got 4"):
+        next(iter(torch.utils.data.DataLoader(loader.to_torch(), batch_size=4)))
     fresh = Loader(data, **ARGUMENTS)
     view = fresh.take(3).to_torch("cpu")
     assert ids(view) == ids(view) == expected[:3] and len(view) == 3 and fresh.step == 0

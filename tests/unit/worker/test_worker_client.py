@@ -12,8 +12,8 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.worker import WorkerClient, WorkerConfig
-from forebay.worker.__main__ import main
 from forebay.worker.config import SIZES
+from forebay.worker.flags import main
 from forebay.worker.trainer import CountTrainer
 from forebay.worker.training import OutOfMemoryError, Training, is_out_of_memory, out_of_memory, trainer_class
 
