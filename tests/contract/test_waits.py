@@ -80,9 +80,9 @@ def server(tmp_path, monkeypatch):
 @pytest.fixture
 def refused():
     """An address where nothing listens, and that no other process can take."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("fault", REASONS)
