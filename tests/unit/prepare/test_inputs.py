@@ -137,7 +137,7 @@ def test_an_input_that_fails_is_told_everywhere_and_counts_by_its_bytes(way, tmp
     assert main([*command, str(tmp_path / "more"), str(source)]) == is_error
     if is_error:
         message = capsys.readouterr().err
-        assert f"sub/{name}: " in message and "% of its bytes in 1 inputs that failed" in message
+        assert f"sub/{name}: " in message and "% of its bytes in 1 input that failed" in message
         assert "--set max_error_rate=" in message and "skipped.jsonl" in message
         assert not (tmp_path / "more/manifest.json").exists()
         assert len(read_lines(tmp_path / "more/skipped.jsonl")) == 1
@@ -185,7 +185,7 @@ def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path):
     prepare(str(source / "*.txt"), source / "text", to="jsonl")
     result = prepare([source, source / "a.txt"], tmp_path / "out")
     assert result.documents_out == 3  # with that of the prepared text, which is text
-    assert result.skipped["an output of Forebay: a dataset or a report"] == 2
+    assert result.skipped["an output of Forebay: a dataset (forebay.Loader reads it) or a report"] == 2
     assert result.skipped["a script, style sheet, drawing, index or checksum (read.format=code reads them)"] == 6
     assert prepare(source, tmp_path / "code", settings={"read": {"format": "code"}}).documents_out > 3
 
