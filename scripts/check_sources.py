@@ -20,7 +20,7 @@ RENAMES = {"rename", "replace", "renames", "move"}
 TEMPORARY = {"mkstemp", "mktemp", "NamedTemporaryFile"}
 TEXTS = {"debug", "info", "warning", "error", "exception", "critical", "warn", "print"}
 EXEMPT = {
-    ("__main__.py", "Thread", 1): "sends a signal",
+    ("processes.py", "Thread", 1): "sends a signal",
     ("convert.py", "rename", 4): "a directory that is complete and synced takes its name",
     ("formats/bucket_sink.py", "rename", 1): "an output that a killed run moved away gets its name back",
     ("files.py", "replace", 2): "the one writer",

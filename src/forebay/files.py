@@ -140,13 +140,9 @@ def path_below(folder: Path, name: str) -> Path:
 
 def nothing_there(path: str | Path, advice: str = "Check the path.") -> str:
     """Return the end of an error about a path where nothing is: similar names beside it, else an advice."""
-    text = str(path).rstrip("/")
-    folder, name = os.path.split(text)
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = sorted(entry.name for entry in Path(folder).expanduser().iterdir())
-    near = did_you_mean(name, names, text[: len(text) - len(name)])
-    return f"nothing there. {near.strip() or advice}"
+    folder, slash, name = str(path).rstrip("/").rpartition("/")
+    names = sorted(beside.name for beside in Path(folder or slash).expanduser().glob("*"))
+    return f"nothing there. {did_you_mean(name, names, folder + slash).strip() or advice}"
 
 
 def sync_file(path: str | Path) -> None:

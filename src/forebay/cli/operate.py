@@ -211,10 +211,9 @@ def _launch(args: Namespace) -> None:
         values[key] = value
     settings = KINDS[args.kind].settings
     filled = {key: setting.default or "" for key, setting in settings.items()} | values
-    for key, value in filled.items():
-        if value and key in settings and settings[key].is_path and not Path(value).is_absolute():
-            relative = os.path.relpath(value, args.directory)
-            values[key] = relative if relative.startswith(".") else f"./{relative}"
+    for key, setting in settings.items():
+        if setting.is_path and filled[key] and not Path(filled[key]).is_absolute():
+            values[key] = f"./{os.path.relpath(filled[key], args.directory)}"
     paths = write(args.directory, render(args.kind, values, args.command))
     words = {key: shlex.quote(value) for key, value in filled.items()} | {"out": shlex.quote(str(args.directory))}
     steps = [step.format(**words) for step in KINDS[args.kind].next_steps]

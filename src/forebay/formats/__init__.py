@@ -4,7 +4,6 @@
 `base.Format` is what a format can do; nothing else in Forebay parses a file format.
 """
 
-import fnmatch
 import glob
 import re
 from collections.abc import Iterator, Sequence
@@ -106,23 +105,15 @@ def open_token_files(folder: Path, files: Sequence[Path], dtype: Any) -> Externa
         chosen = [file for file in tokens if file in set(chosen) or file.suffix in RAW_SUFFIXES]
     if not chosen:
         return None
-    sets: dict[str, list[str]] = {}
-    for file in chosen:
-        sets.setdefault(re.sub(r"[\d_.-]*$", "", file.stem), []).append(file.name)
+    sets = {re.sub(r"[\d_.-]*$", "", file.stem): file.suffix for file in chosen}
     if len(sets) > 1:
-        patterns = [_pattern(stem, names, [file.name for file in chosen]) for stem, names in list(sets.items())[:8]]
+        stem = max(sets, key=len)  # No other name begins with it.
         raise UsageError(
-            f"{folder}: expected one set of token files, got {', '.join(patterns)}. "
-            f"Give one of these in place of the directory: {glob.escape(str(folder))}/{patterns[0]}."
+            f"{folder}: expected one set of token files, got "
+            f"{', '.join(f'{n}*{s}' for n, s in list(sets.items())[:8])}. "
+            f"Give a pattern of one in place of the directory: {folder / stem}*{sets[stem]}."
         )
     return VectorDataset(folder, sorted(chosen), dtype)
-
-
-def _pattern(stem: str, names: Sequence[str], others: Sequence[str]) -> str:
-    """Return a pattern that matches these names of a set and no others; without one, the first name."""
-    suffix, stem = glob.escape(Path(names[0]).suffix), glob.escape(stem)
-    patterns = (f"{stem}*{suffix}", f"{stem}[0-9_.-]*{suffix}")
-    return next((p for p in patterns if fnmatch.filter(others, p) == names), glob.escape(names[0]))
 
 
 def _files(path: Path) -> Iterator[Path]:

@@ -190,18 +190,18 @@ def open_datasets(
 
 def _check_ids(datasets: Mapping[str, Dataset]) -> None:
     """Warn of datasets without a known vocabulary beside others; DatasetError if their first ids are outside it."""
-    sizes = {name: dataset.manifest.vocab_size for name, dataset in datasets.items()}
-    first, size = max(sizes.items(), key=lambda item: item[1])
-    for name in [name for name in datasets if size and not sizes[name]]:
-        dataset = datasets[name]
-        is_readable = dataset.is_local and not dataset.has_hashes and dataset.num_slices
-        largest = int(dataset.read_slice(0).tokens[:_NUM_CHECKED].max(initial=0)) if is_readable else 0
+    size = max(dataset.manifest.vocab_size for dataset in datasets.values())
+    for name, dataset in datasets.items():
+        if dataset.manifest.vocab_size or not size:
+            continue
+        _log.warning("mixture: %s records no tokenizer: its ids are taken for those of the others.", name)
+        is_here = dataset.is_local and not dataset.has_hashes
+        largest = dataset.read_slice(0).tokens[:_NUM_CHECKED].max(initial=0) if is_here else 0
         if largest >= size:
             raise DatasetError(
-                f"mixture: expected ids below {size:,}, the vocabulary of {first}, got {largest:,} in {name}. Prepare "
-                "both with one tokenizer. Where that is meant: allow_different_tokenizers=True of the Mixture."
+                f"mixture: expected ids below {size:,}, the vocabulary of the others, got {largest:,} in {name}. "
+                "Prepare it with their tokenizer. Where that is meant: allow_different_tokenizers=True of the Mixture."
             )
-        _log.warning("mixture: %s records no tokenizer: its ids are taken for those of %s.", name, first)
 
 
 def _tables(value: Any) -> list[dict[str, Any]]:

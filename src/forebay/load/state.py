@@ -81,18 +81,16 @@ _MARKS = {"Loader": "dataset_id", "TextStream": "lane_states"}
 
 def check_kind(state: object, kind: str) -> dict[str, Any]:
     """Return a state of this kind. Raises StateError for one of another kind, and for what holds it."""
-    got, advice = type(state).__name__, "Load it into an object of the kind that wrote it."
-    if isinstance(state, dict):
-        if "version" in state and _MARKS[kind] in state:
-            return state
-        got = f"the keys {str(list(state))[:200]}"
-        for other, mark in _MARKS.items():
-            if mark in state:
-                got, advice = f"one of a {other}", f"Load it into a {other}."
-        for key, value in state.items():
-            if isinstance(value, dict) and _MARKS[kind] in value:
-                advice = f"Did you mean state[{key!r}]?"
-    raise StateError(f"{kind} state: expected one of its state_dict(), got {got}. {advice}")
+    if not isinstance(state, dict):
+        raise StateError(f"{kind} state: expected a dict from state_dict(), got {type(state).__name__}.")
+    if _MARKS[kind] not in state:
+        inside = [key for key, value in state.items() if isinstance(value, dict) and _MARKS[kind] in value]
+        advice = [f"Did you mean state[{key!r}]?" for key in inside]
+        advice += [f"Load it into a {other}." for other, mark in _MARKS.items() if mark in state]
+        advice += ["Load it into an object of the kind that wrote it."]
+        got = str(list(state))[:200]
+        raise StateError(f"{kind} state: expected one of its state_dict(), got the keys {got}. {advice[0]}")
+    return state
 
 
 def _sizes(run: Run, step: int) -> Any:

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,7 @@ from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
 from forebay.observe.views import Row, View
-from forebay.prepare.progress import read_progress
+from forebay.prepare.progress import FINISHED_FILE, read_progress
 from forebay.storage.addresses import is_bucket
 
 if TYPE_CHECKING:
@@ -149,8 +149,9 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
         try:
             read_progress(target)
         except PrepareError as error:
-            near = next(filter(_has_views, sorted(folder.glob("*/"))), "")
-            raise UsageError(f"{error}{f' Did you mean {near}?' * bool(near)}") from error
+            inside = (path for path in sorted(folder.glob("*/")) if is_record(path) or (path / FINISHED_FILE).exists())
+            near = "".join(f" Did you mean {path}?" for path in islice(inside, 1))
+            raise UsageError(f"{error}{near}") from error
         return PreparationSource(target)
     address, is_plain = target.removeprefix("http://").rstrip("/"), target.startswith("http://")
     if folder.exists() or ":" not in address or "/" in address:
@@ -160,12 +161,6 @@ def open_source(target: str, client: Callable[[], Client]) -> Source:
             f"{'a file. Check the path.' if folder.exists() else nothing_there(target)}"
         )
     return NodeSource(address, status_by(Client(None) if is_plain else client()))
-
-
-def _has_views(folder: Path) -> bool:
-    with suppress(PrepareError):
-        return is_record(folder) or bool(read_progress(folder))
-    return False
 
 
 def status_by(client: Client) -> Callable[[str], Row]:

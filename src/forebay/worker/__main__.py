@@ -1,6 +1,13 @@
 """The process of `python -m forebay.worker`."""
 
-from forebay.__main__ import run
+from forebay.processes import run_command
+
+
+def _command() -> int:
+    from forebay.worker.flags import main
+
+    return main()
+
 
 if __name__ == "__main__":
-    run("forebay.worker.flags")
+    run_command(_command)

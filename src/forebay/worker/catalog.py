@@ -41,6 +41,7 @@ class CatalogEntry:
 
 _FILE = Path(__file__).with_name("catalog.toml")
 CATALOG = {name: CatalogEntry(name, **entry) for name, entry in read_toml(_FILE).items()}
+_TEXT_KEYS = {"bigcode/the-stack": "content", "bigcode/the-stack-dedup": "content", "bigcode/starcoderdata": "content"}
 
 
 def list_available_datasets() -> list[dict[str, Any]]:
@@ -68,7 +69,7 @@ def find_entry(name: str) -> CatalogEntry:
             f"Did you mean './{name}'? The hub's is 'hf:{name}'."
         )
     if "/" in plain.strip("/"):
-        return CatalogEntry(name, plain)
+        return CatalogEntry(name, plain, text_key=_TEXT_KEYS.get("/".join(plain.split("/")[:2]), "text"))
     raise UnknownDatasetError(
         f"Dataset {name!r} not found: expected one of {', '.join(CATALOG)}, a full path OWNER/NAME of the hub, or a "
         f"path here that begins with `.` or `/`.{did_you_mean(name.casefold(), CATALOG)}"

@@ -1,5 +1,6 @@
 """Files for other programs, read by those programs' linters and schemas: containers, clusters, units, workflows."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,17 @@ def launched(directory: Path, kind: str, **settings: str) -> list[Path]:
     return write(directory, render(kind, required | settings, COMMAND))
 
 
-def test_the_dockerfile():
+def test_the_dockerfile(tmp_path, monkeypatch):
+    """Linted; and where buildah has the base image, built, and the whole pipeline is run in it."""
     run("hadolint", ROOT / "Dockerfile")
+    monkeypatch.setenv("STORAGE_DRIVER", os.environ.get("STORAGE_DRIVER", "vfs"))  # needs no kernel module
+    if not run("buildah", "images", "--quiet", "--filter", "reference=python:3.13-slim-bookworm"):
+        pytest.skip("no base image: buildah pull docker.io/library/python:3.13-slim-bookworm")
+    (tmp_path / "Dockerfile").write_text("FROM localhost/forebay-test\nRUN forebay demo\n")
+    build = ("buildah", "bud", "--isolation=chroot", "--pull-never", "--format=docker", "--layers=false")
+    run(*build, "--tag=forebay-test", ROOT)
+    assert "demo: ok" in run(*build, "--tag=forebay-demo", tmp_path)
+    run("buildah", "rmi", "forebay-demo", "forebay-test")
 
 
 def test_compose_files(tmp_path):

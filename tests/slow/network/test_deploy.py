@@ -14,7 +14,6 @@ import yaml
 
 from forebay.cli import main
 from support.containers import Container, Machine, image, without_dollars
-from support.paths import ROOT
 
 STATUS = ["forebay", "status", "--json", "--timeout", "20"]
 PROGRAM = """
@@ -22,6 +21,25 @@ import json, sys, forebay
 with forebay.Loader() as loader:
     print("rows", sum(len(batch.sample_ids) for batch in loader), sys.argv[1:])
 """
+RESTRICTED = """
+import ctypes, errno, os, platform, socket, struct, sys
+
+SOCKET_CALL = {"x86_64": 41, "aarch64": 198}[platform.machine()]
+LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EAFNOSUPPORT
+NO_NEW_PRIVILEGES, SECCOMP, FILTER = 38, 22, 2  # of prctl
+
+families = [getattr(socket, name) for name in sys.argv[1].split()]
+rules = [(LOAD, 0, 0, 0), (JUMP_IF_EQUAL, 0, len(families) + 2, SOCKET_CALL), (LOAD, 0, 0, 16)]
+rules += [(JUMP_IF_EQUAL, len(families) - index, 0, family) for index, family in enumerate(families)]
+rules += [(RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+head = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(program))
+prctl = ctypes.CDLL(None).prctl
+assert prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) == prctl(SECCOMP, FILTER, head, 0, 0) == 0
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Run a command that may open sockets of some families only, as `RestrictAddressFamilies` of systemd does (seccomp)."""
 
 
 @pytest.fixture
@@ -227,7 +245,7 @@ def test_units_start_what_keys_were_created_for(tmp_path, machine):
         unit = (out / f"forebay-{name}.service").read_text()
         ((line, families),) = re.findall(r"^ExecStart=(.*)\n(?:.*\n)*RestrictAddressFamilies=(.*)$", unit, re.MULTILINE)
         words = [a or b for a, b in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line)]
-        command = [sys.executable, str(ROOT / "tests" / "support" / "restricted.py"), families]
+        command = [sys.executable, "-c", RESTRICTED, families]
         command += [local(re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", word)) for word in words]
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             notified.bind(str(tmp_path / f"{name}.sock"))

@@ -28,7 +28,7 @@ LOADERS = {
     "plugins.py": {"import_module", "load"},  # the gate
     "worker/training.py": {"exec_module", "spec_from_file_location"},  # --trainer of the worker's own command line
     "__init__.py": {"import_module"}, "prepare/__init__.py": {"import_module"}, "worker/__init__.py": {"import_module"},
-    "prepare/extract/extractors.py": {"import_module"}, "__main__.py": {"exec"}, "prepare/results.py": {"eval"},
+    "prepare/extract/extractors.py": {"import_module"}, "processes.py": {"exec"}, "prepare/results.py": {"eval"},
 }  # fmt: skip
 """The calls that import or run a text, by file; all but the first two have texts of Forebay's own source."""
 

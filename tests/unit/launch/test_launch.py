@@ -92,5 +92,5 @@ def test_files_are_written_once(tmp_path, capsys):
     assert main(["launch", "systemd", str(tmp_path / "file"), "--set=host=a"]) == 1
     assert main(["launch", "compose", str(tmp_path / "d"), f"--set=texts={os.path.relpath(tmp_path)}/t"]) == 0
     (mount, *_) = yaml.safe_load((tmp_path / "d" / "compose.yaml").read_text())["services"]["setup"]["volumes"]
-    assert mount["source"] == "../t"  # of the file
+    assert mount["source"] == "./../t"  # of the file
     assert main(["launch", "slurm", str(tmp_path)]) == 2 and main(["launch", "compose", "--set", "x"]) == 2

@@ -205,7 +205,7 @@ def test_a_dataset_a_report_and_scripts_among_the_inputs_are_no_text(tmp_path):
     prepare(str(source / "*.txt"), source / "text", to="jsonl")
     result = prepare([source, source / "a.txt"], tmp_path / "out")
     assert result.documents_out == 3  # with that of the prepared text, which is text
-    assert result.skipped["an output of Forebay: a dataset or a report"] == 2
+    assert result.skipped["an output of Forebay: a dataset (forebay.Loader reads it) or a report"] == 2
     assert result.skipped["a script, style sheet, drawing, index or checksum (read.format=code reads them)"] == 6
     assert prepare(source, tmp_path / "code", settings={"read": {"format": "code"}}).documents_out > 3
 

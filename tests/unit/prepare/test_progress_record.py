@@ -67,7 +67,7 @@ def test_the_record_of_a_run_that_fails_and_files_that_are_not_records(tmp_path)
     record = read_progress(out)
     assert record["state"] == "failed" and "gopher_short" in record["error"] and (out / RUNNING_FILE).exists()
     assert record["funnel"][1]["dropped"] == {"gopher_short": 1} and record["workers"] == []
-    with pytest.raises(PrepareError, match="expected the directory of a preparation"):
+    with pytest.raises(PrepareError, match="got a folder with neither"):
         read_progress(tmp_path)
     for content in ("{", "[]", '{"version": 2}'):
         (tmp_path / FINISHED_FILE).write_text(content)

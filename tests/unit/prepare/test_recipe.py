@@ -39,7 +39,7 @@ def test_later_layers_replace_earlier_ones_key_by_key(tmp_path):
     "toml, message",
     [
         ('[dedup]\nexact = "yes"', " dedup.exact: expected true or false, got 'yes'"),
-        ("[gopher_quality]\nmin_word = 3", " gopher_quality.min_word: unknown key. Did you mean 'min_words' or"),
+        ("[gopher_quality]\nmin_word = 3", " gopher_quality.min_word: unknown key. Did you mean 'min_words'?"),
         ("\n[gofer_quality]", " gofer_quality: unknown key. Did you mean 'gopher_quality'?"),
         ('[length]\n# "min_chars" is below\nmin_chars = "x"', " length.min_chars: expected a number, got 'x'"),
         ("[[length]]\nmin_chars = 5\n\n[[length]]\nmin_chars = -1.5\n", " length.min_chars: expected"),
