@@ -4,7 +4,6 @@ A row is what was done, what the line must have, and for commands (golden/mistak
 words of the command are wrong, 1 where a file or a node is.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -23,6 +22,7 @@ from forebay.formats import open_external
 from forebay.network.pki.identity import create_network
 from forebay.worker import create_huggingface_dataset
 from support.paths import read_cases
+from support.preparing import write_jsonl
 from support.store import stored
 
 B = {"seq_len": 16, "batch_size": 2}
@@ -85,17 +85,14 @@ CALLS = [
 def make_world(folder: Path):
     text = "The mill race is full of water, and the wheel turns. "
 
-    def write(name: str, rows: list[dict]):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
     (folder / "corpus").mkdir()
     (folder / "half" / ".work").mkdir(parents=True)
     for i in range(3):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i} {text * 40}")
-    write("rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])
-    write("num.jsonl", [{"id": i, "x": i} for i in range(20)])
-    write("chats.jsonl", [{"messages": [{"role": "user", "content": text}]}] * 20)
-    write("pairs.jsonl", [{"prompt": text, "completion": text}] * 20)
+    write_jsonl(folder / "rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])
+    write_jsonl(folder / "num.jsonl", [{"id": i, "x": i} for i in range(20)])
+    write_jsonl(folder / "chats.jsonl", [{"messages": [{"role": "user", "content": text}]}] * 20)
+    write_jsonl(folder / "pairs.jsonl", [{"prompt": text, "completion": text}] * 20)
     pq.write_table(pa.table({"x": [1, 2]}), folder / "num.parquet")
     (folder / "empty.txt").touch()
     (folder / "blob.bin").write_bytes(np.random.default_rng(0).bytes(2000))
