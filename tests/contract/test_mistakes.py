@@ -1,10 +1,9 @@
 """The commonest mistakes of newcomers: each is answered by one line that names the cause and what to do.
 
-A row is what was done, what the line must have, and for commands the exit code: 2 where the words of the command are
-wrong, 1 where a file or a node is.
+A row is what was done, what the line must have, and for commands (golden/mistakes.toml) the exit code: 2 where the
+words of the command are wrong, 1 where a file or a node is.
 """
 
-import json
 import os
 import shlex
 import shutil
@@ -22,80 +21,10 @@ from forebay.cli import main
 from forebay.formats import open_external
 from forebay.network.pki.identity import create_network
 from forebay.worker import create_huggingface_dataset
+from support.paths import read_cases
+from support.preparing import write_jsonl
 from support.store import stored
 
-COMMANDS = [
-    ("prepar corpus", "'prepar' is not known. Did you mean 'prepare'?", 2),
-    ("--versio", "unrecognized arguments: --versio. Did you mean '--version'", 2),
-    ("network jion net", "'jion' is not known. Did you mean 'join'?", 2),
-    ("prepare corpus --outt d", "unrecognized arguments: --outt d. Did you mean '--out'", 2),
-    ("prepare corpus", "expected --out DIR, got none", 2),
-    ("prepare corpus --out d", "expected a tokenizer (--tokenizer or [tokenize] tokenizer)", 2),
-    ("prepare nowhere --out d {b}", "expected a file or directory, got nowhere, which does not exist", 1),
-    ("prepare *.md --out d {b}", "expected files that match *.md, got none", 2),
-    ("prepare corpus --out corpus {b}", "expected --out beside or below the input folder", 2),
-    ("prepare corpus --out ds --tokenizer train:300", "got ds, which holds dataset 'ds'", 2),
-    ("prepare corpus --out rows.jsonl {b}", "got rows.jsonl, which is a file", 2),
-    ("prepare ds --out d {b}", "left out 1: an output of Forebay", 1),
-    ("prepare empty.txt --out d {b}", "dropped by read (empty 1). Give other inputs", 1),
-    ("prepare blob.bin --out d {b}", "got a file of the format raw tokens, which holds no text", 1),
-    ("prepare num.jsonl --out d {b}", "got nothing among id, x, in every record. Name it with --set read.text_key", 1),
-    ("prepare rows.jsonl --out d {b} --set read.text_key=txt", "Name it with --set read.text_key=text (beside", 1),
-    ("prepare num.parquet --out d {b}", "got x: int64. Name it beside those of other files (--set 'read.text_key", 1),
-    ("prepare chats.jsonl --out d {b}", "These are chats: --recipe sft --set read.messages_key=messages", 1),
-    ("prepare rows.jsonl --out d {b} --recipe sft", "Name the list of messages with --set read.messages_key", 1),
-    ("prepare pairs.jsonl --out d {b} --recipe sft", "read.prompt_key=prompt --set read.response_key=completion", 1),
-    ("prepare corpus --out d {b} --recipe finewb", "got 'finewb'. Did you mean 'fineweb'", 2),
-    ("prepare corpus --out d {b} --filter gophr", "got 'gophr'. Did you mean 'gopher'?", 2),
-    ("prepare corpus --out d {b} --dedup minhsh", "got 'minhsh'. Did you mean 'minhash'?", 2),
-    ("prepare corpus --out d {b} --to parqet", "'parqet' is not known. Did you mean 'parquet'?", 2),
-    ("prepare corpus --out d {b} --engine rya", "got 'rya'. Did you mean 'ray'?", 2),
-    ("prepare corpus --out d {b} --set read.format=jsno", "got 'jsno'. Did you mean 'json'", 2),
-    ("prepare corpus --out d --tokenizer tok.json", "there is no such file. Check the path", 2),
-    ("prepare corpus --out d --tokenizer train", "expected train:VOCAB", 2),
-    ("prepare corpus --out d --tokenizer train:8k", "a vocabulary of 257 to 16777216, got '8k'", 2),
-    ("prepare corpus --out d {b} --sample 2", "expected a share such as 2% or 0.02, got '2'", 2),
-    ("prepare corpus --out d {b} --workers two", "expected a whole number above zero, got 'two'", 2),
-    ("prepare corpus --out d {b} --slice-bytes 10XB", "'10XB' is not a size: try 64MiB", 2),
-    ("prepare corpus --out d {b} --set read.text_key", "expected KEY=VALUE, such as", 2),
-    ("prepare corpus --out d {b} --set read.textkey=x", "read.textkey: unknown key. Did you mean 'text_key'", 2),
-    ("prepare corpus --out d {b} --set min_words=3", "It is one of dedup.min_words, length.min_words", 2),
-    ("prepare corpus --out d {b} --set length.min_words=x", "length.min_words: expected a number, got 'x'", 2),
-    ("prepare corpus --out d {b} --set pii.style=msk", "got 'msk'. Did you mean 'mask'?", 2),
-    ("prepare corpus --out d {b} --config none.toml", "none.toml: cannot be read: No such file", 2),
-    ("prepare corpus --out d {b} --config broken.toml", "broken.toml:1: expected TOML", 2),
-    ("prepare corpus --out d {b} --config own.toml", "which a recipe may run only with --allow-code", 2),
-    ("prepare corpus --out d {b} --config own.toml --allow-code", "No module named 'myfilters'. It was looked for", 2),
-    ("prepare corpus --out d {b} --config english.toml", "expected codes of languages such as en", 2),
-    ("inspect nowhere", "expected a dataset or files of tokens, got nothing there. Check the path", 1),
-    ("inspect corpus", "got files of another kind. Make one: of text `forebay prepare`", 1),
-    ("verify half", "half: it is an unfinished preparation. Run the same `forebay prepare` again", 1),
-    ("verify ds/manifest.json", "got a file. Did you mean ds?", 1),
-    ("convert ds --to jsonl", "expected one OUT, behind SRC or by --out, got none", 2),
-    ("convert ds out --to mdss", "got 'mdss'. Did you mean 'mds'", 2),
-    ("mirror corpus out", "corpus: expected a dataset (a directory with manifest.json)", 1),
-    ("import corpus", "expected .safetensors files in corpus, got none", 1),
-    ("report nowhere", "there is no report", 1),
-    ("doctor nowhere", "got nothing there. Check the path", 1),
-    ("plan --bytes 2TX", "'2TX' is not a size", 2),
-    ("launch slrm", "Did you mean 'slurm'?", 2),
-    ("launch slurm --set node=2 -- python train.py", "got 'node'. Did you mean 'nodes'?", 2),
-    ("launch systemd", "expected host (address of this machine that others reach), got none", 2),
-    ("top nowhere", "the output directory of `forebay prepare`, got nothing there", 2),
-    ("top .", "got a folder with neither. Did you mean ds?", 2),
-    ("ledger verify nowhere", "ledger nowhere: cannot read it", 1),
-    ("status", "expected HOST:PORT, got none. Give a node's address", 2),
-    ("find ds", "expected --identity DIR, got none", 2),
-    ("serve ds --identity net", "got that of a network's root, without node-key.pem. `forebay network join`", 2),
-    ("serve ds --identity nowhere", "nowhere: expected a node's directory, got nothing there", 2),
-    ("network show nowhere", "nowhere: expected a node's directory, got nothing there", 2),
-    ("network join net bob --name bob --role wrker", "Did you mean 'worker'?", 2),
-    ("network init net", "net already holds one", 2),
-    ("network revoke ada net", "expected the name of a member, or a peer id", 2),
-    ("worker ds --identity w python train.py", "Write -- before a command: forebay worker … -- python train.py", 2),
-    ("coordinator --set num_stps=4", "num_stps: expected a setting of python -m forebay.worker", 2),
-    ("coordinator --set num_steps=0", "num_steps: expected an integer from 1, got 0", 2),
-]  # fmt: skip
 B = {"seq_len": 16, "batch_size": 2}
 P = {"tokenizer": "bytes", "workers": 1}
 S = {"tokenizer": "bytes", **B}
@@ -145,6 +74,7 @@ CALLS = [
     (lambda: prepare_dataset("corpus", "d", tokenizer="bytes", workers="2"), "expected an integer from 1, got '2'"),
     (lambda: prepare_dataset("corpus", "d", to="parqet", **P), "Did you mean 'parquet'?"),
     (lambda: TextStream("nowhere", **S), "got nowhere, which does not exist"),
+    (lambda: TextStream("ds", **S), "forebay.Loader reads it"),
     (lambda: create_huggingface_dataset("corpus"), "Did you mean './corpus'?"),
     (lambda: create_huggingface_dataset("corpus/1.txt"), "'./corpus/1.txt'? The hub's is 'hf:corpus/1.txt'"),
     (lambda: create_huggingface_dataset("./corpu"), "got nothing there. Did you mean './corpus'?"),
@@ -155,17 +85,14 @@ CALLS = [
 def make_world(folder: Path):
     text = "The mill race is full of water, and the wheel turns. "
 
-    def write(name: str, rows: list[dict]):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
     (folder / "corpus").mkdir()
     (folder / "half" / ".work").mkdir(parents=True)
     for i in range(3):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i} {text * 40}")
-    write("rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])
-    write("num.jsonl", [{"id": i, "x": i} for i in range(20)])
-    write("chats.jsonl", [{"messages": [{"role": "user", "content": text}]}] * 20)
-    write("pairs.jsonl", [{"prompt": text, "completion": text}] * 20)
+    write_jsonl(folder / "rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])
+    write_jsonl(folder / "num.jsonl", [{"id": i, "x": i} for i in range(20)])
+    write_jsonl(folder / "chats.jsonl", [{"messages": [{"role": "user", "content": text}]}] * 20)
+    write_jsonl(folder / "pairs.jsonl", [{"prompt": text, "completion": text}] * 20)
     pq.write_table(pa.table({"x": [1, 2]}), folder / "num.parquet")
     (folder / "empty.txt").touch()
     (folder / "blob.bin").write_bytes(np.random.default_rng(0).bytes(2000))
@@ -199,7 +126,7 @@ def world(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command, line, code", COMMANDS)
+@pytest.mark.parametrize("command, line, code", read_cases("mistakes")["commands"])
 def test_a_wrong_command_is_answered_in_one_line(command, line, code, world, capsys):
     words = [os.fspath(word) for word in shlex.split(command.replace("{b}", "--tokenizer bytes --workers 1"))]
     try:

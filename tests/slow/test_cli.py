@@ -11,6 +11,7 @@ import pytest
 
 from forebay.cli import make_parser
 from forebay.cli.parser import completion
+from support.preparing import write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +28,7 @@ def forebay(*arguments: object) -> subprocess.CompletedProcess[str]:
 def dataset(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     texts = (f"Document {i}. " + "mill race " * 40 for i in range(60))
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(folder / "texts.jsonl", texts)
     out = folder / "dataset"
     done = forebay("prepare", folder / "texts.jsonl", "--out", out, "--tokenizer", "bytes", "--slice-bytes", "8KiB")
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from support import nodes, whole
 from support.archives import tar_bytes
 from support.hub_server import TOKEN, HubServer, make_hub
 from support.origin_server import OriginServer
+from support.preparing import write_jsonl
 from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 SEQ_LEN = 2048  # of shared shards
@@ -158,7 +159,7 @@ def write_rows(directory: Path) -> None:
             picture = Image.fromarray(chance.integers(0, 256, (32, 32, 3), np.uint8))
             picture.save(directory / "photos" / label / f"{i}.png")
     chats = [{"input_ids": list(range(3, 9 + i)), "labels": list(range(3, 9 + i))} for i in range(10)]
-    (directory / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_jsonl(directory / "chats.jsonl", chats)
     (directory / "shards").mkdir()
     np.save(directory / "shards" / "train_000000.npy", chance.integers(0, 50_000, 20_000).astype(np.uint16))
     tokens = np.concatenate([[262, 11, 1049], chance.integers(0, 50_000, 19_997)]).astype(np.uint16)

@@ -7,7 +7,7 @@ import csv
 import functools
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from forebay.prepare.tokenize.tokenizers import train_tokenizer
+from support.preparing import write_jsonl
 
 _FINEWEB = ("text", "id", "dump", "url", "file_path", "language", "language_score", "token_count")
 _DUMPS = ("CC-MAIN-2013-20", "CC-MAIN-2024-10")
@@ -67,18 +68,6 @@ def write_repo(repo: Path, card: dict | None = None, settings: dict | None = Non
 def write_parquet(path: Path, rows: Sequence[dict], row_group: int = 100) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=row_group)
-
-
-def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
-    """JSON by line; packed as the suffix says."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    packing = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix)
-    if packing is None:
-        path.write_bytes(data)
-        return
-    with pa.CompressedOutputStream(str(path), packing) as file:
-        file.write(data)
 
 
 def _configs(paths):

@@ -13,12 +13,13 @@ from typing import Any
 import forebay
 from forebay.load.sources import Mixture
 from support.feeding import make_dataset
+from support.preparing import write_jsonl
 
 Steps = dict[int, dict[str, float]]
 
 
 def sources(folder: Path) -> dict:
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"line {i} of text"}) + "\n" for i in range(400)))
+    write_jsonl(folder / "text.jsonl", [f"line {i} of text" for i in range(400)])
     first, second = (make_dataset(folder / name, 1, 400, 10) for name in "ab")
     mixture = Mixture({"s3://bucket/a b": first, "b": second}, {"s3://bucket/a b": 3, "b": 1})
     return {

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from forebay.formats.inputs import ReadOptions
@@ -36,9 +37,11 @@ def stay_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[str | Mapping[str, Any]]) -> Path:
-    """Write a line for each text, or for each object."""
+    """Write a line for each text, or for each object, packed as the suffix says."""
     objects = [{"text": row} if isinstance(row, str) else row for row in rows]
-    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in objects))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.output_stream(path) as file:
+        file.write(b"".join(json.dumps(row).encode() + b"\n" for row in objects))
     return path
 
 

@@ -14,6 +14,7 @@ from forebay.errors import UsageError
 from forebay.load.arguments import rank_of_world, ranks_per_node
 from forebay.maps import map_file
 from support.origin_server import OriginServer
+from support.paths import read_cases
 from support.token_slices import write_tokens
 
 V1 = "9:cpu,cpuacct:/x\n8:memory:/x\n0::/|cpu/cpu.cfs_period_us:100000"
@@ -59,28 +60,7 @@ def test_a_user_without_a_home_has_a_cache(tmp_path, monkeypatch):
     assert machine.user_cache() == tmp_path / "c"
 
 
-STEP = "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_STEP_ID=0"
-RANKS = [  # Environment, rank and world size, ranks of this machine.
-    ("", (0, 1), 1),
-    ("RANK=3 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", (3, 8), 4),
-    (f"{STEP} SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_TASKS_PER_NODE=8", (2, 4), 2),
-    (f"{STEP} SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS_PER_NODE=4", (0, 1), 1),
-    (f"{STEP} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 RANK=5 WORLD_SIZE=6", (5, 6), 1),
-    (f"{STEP} SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 OMPI_COMM_WORLD_RANK=9 OMPI_COMM_WORLD_SIZE=16", (9, 16), 1),
-    ("SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_JOB_ID=7", (1, 4), 1),
-    ("SLURM_PROCID=0 SLURM_NTASKS=4", (0, 4), 1),
-    ("SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_PROCID=0", (0, 1), 1),
-    ("SLURM_JOB_ID=7 SLURM_NTASKS=8", (0, 1), 1),
-    ("SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", (0, 1), 1),
-    (f"{STEP} SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 WORLD_SIZE=8", (2, 4), 1),
-    ("SLURM_JOB_ID=7 SLURM_NTASKS=1 SLURM_PROCID=0", (0, 1), 1),
-    ("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALNRANKS=2", (1, 4), 2),
-    ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2", (1, 2), 1),
-    ("JSM_NAMESPACE_RANK=3 JSM_NAMESPACE_SIZE=6", (3, 6), 1),
-    ("HOROVOD_RANK=1 HOROVOD_SIZE=2", (1, 2), 1),
-    ("WORLD_SIZE=8 JOB_COMPLETION_INDEX=3", (3, 8), 1),
-    ("WORLD_SIZE=8 JOB_COMPLETION_INDEX=3 RANK=5", (5, 8), 1),
-]
+RANKS = read_cases("ranks")["ranks"]
 
 
 @pytest.mark.parametrize("variables, expected, local", RANKS)
@@ -95,8 +75,8 @@ def test_the_rank_is_that_of_the_launcher_that_started_the_process(
         monkeypatch.delenv(name, raising=False)
     for pair in variables.split():
         monkeypatch.setenv(*pair.split("=", 1))
-    assert rank_of_world(None, None) == expected and ranks_per_node(expected[1]) == local
-    is_told = "SLURM_NTASKS=8" in variables and expected == (0, 1) and STEP not in variables
+    assert rank_of_world(None, None) == tuple(expected) and ranks_per_node(expected[1]) == local
+    is_told = "SLURM_NTASKS=8" in variables and expected == [0, 1] and "SLURM_STEP_ID=0" not in variables
     assert ("no step of the job started it" in caplog.text) == is_told
     for pair in variables.split():
         monkeypatch.delenv(pair.partition("=")[0])

@@ -26,6 +26,7 @@ from forebay.stream.lane import TextEncoder
 from support import processes
 from support.browser import THEMES, WIDTHS, Browser, open_browser
 from support.nodes import HOST, NAME, PACED_READER, Network, make_dataset
+from support.preparing import write_jsonl
 from support.waiting import until
 
 Job = tuple[Network, SchedulerService, Dashboard]
@@ -186,7 +187,7 @@ def test_a_preparation_has_its_page(tmp_path, stack: ExitStack):
     for number in range(24):
         lines = [" ".join(chance.choice(words, 90)) + "." for _ in range(1500)]
         lines += ["short"] * 700 + ["\x1b[31m<script>document.title='owned'</script> short"]
-        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        write_jsonl(tmp_path / f"{number}.jsonl", lines)
     options = f"--out {tmp_path}/out --tokenizer bytes --filter gopher --workers 1".split()
     process = processes.forebay("prepare", *sorted(tmp_path.glob("*.jsonl")), *options)
     stack.callback(process.end)

@@ -8,12 +8,13 @@ from forebay.cli import main
 from forebay.dataset.reader import open_dataset
 from forebay.network.pki.identity import create_network
 from support.nodes import Network
+from support.preparing import write_jsonl
 
 
 def test_a_ledger_is_verified_exported_and_read_from_a_step_to_a_document_and_back(tmp_path, stack: ExitStack, capsys):
     texts = [f"Document {i} tells of {i} things. " + "More of it. " * (i % 5 + 2) for i in range(40)]
-    lines = [json.dumps({"id": f"doc-{i}", "text": text}) + "\n" for i, text in enumerate(texts)]
-    (tmp_path / "in.jsonl").write_text("".join(lines))
+    rows = [{"id": f"doc-{i}", "text": text} for i, text in enumerate(texts)]
+    write_jsonl(tmp_path / "in.jsonl", rows)
     options = {"tokenizer": "bytes", "slice_bytes": 4096, "document_ids": True, "workers": 1}
     prepare_dataset([tmp_path / "in.jsonl"], tmp_path / "tiny", **options)
     network, dataset = Network(tmp_path, stack, "w1"), open_dataset(tmp_path / "tiny")

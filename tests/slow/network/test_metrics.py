@@ -32,6 +32,7 @@ from forebay.swarm.share import SliceShare
 from forebay.worker.membership import Membership
 from support import prometheus
 from support.nodes import HOST, NAME, PACED_READER, Network, make_dataset
+from support.preparing import write_jsonl
 from support.processes import forebay as forebay_process
 from support.runner import ROOT, blocks
 from support.waiting import until
@@ -100,9 +101,8 @@ def start(directory: Path, stack: ExitStack) -> Processes:
     joined = stack.enter_context(Membership(f"http://{coordinator.address}", "trainer-0"))
     joined.join()
     nodes = {"data node": node.address, "scheduler": scheduler.address, "worker": share.address}
-    (directory / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"{text} {i}" if i % 3 else "short"}) + "\n" for i, text in enumerate(texts(60)))
-    )
+    lines = [f"{text} {i}" if i % 3 else "short" for i, text in enumerate(texts(60))]
+    write_jsonl(directory / "text.jsonl", lines)
     text = f"{directory}/text.jsonl --tokenizer bytes --filter gopher --workers 1 -q".split()
     assert main(["prepare", *text, "--out", str(directory / "out")]) == 0
     sources = {

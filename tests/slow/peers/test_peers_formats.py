@@ -20,6 +20,7 @@ from forebay.convert import convert
 from forebay.formats.conversion import ConvertOptions
 from slow.peers.formats_peer import BLOCK
 from support.foreign_datasets import COLUMNS, DOCUMENTS, STOPS, STREAM, made_table, made_tokens, read_tokens
+from support.preparing import write_jsonl
 
 PEERS = [path for path in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if path]
 pytestmark = [
@@ -112,7 +113,7 @@ def test_their_libraries_read_what_prepare_writes(tmp_path, to):
             | ({"quality": i / 7} if i % 3 else {})
             for i in range(40 * k, 40 * k + 40)
         ]
-        (tmp_path / f"in/{k}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / f"in/{k}.jsonl", rows)
         expected += [{"quality": None, **row} for row in rows]
     settings = {"read": {"columns": {"quality": "number", "licence": "text"}}}
     prepare_dataset([tmp_path / "in"], tmp_path / "out", to=to, settings=settings, workers=1)

@@ -1,7 +1,6 @@
 """Every recipe that comes with Forebay, on real pages: it keeps something, says why it drops, and gives the same bytes
 for any number of processes."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from forebay import prepare_dataset
 from forebay.prepare.config import recipe_names
 from support.bert import save_bert
 from support.paths import ROOT
+from support.preparing import write_jsonl
 from support.shared_data import shared_data
 
 pytest.importorskip("numba")
@@ -46,10 +46,8 @@ def inputs(tmp_path_factory) -> Path:
         shutil.copy(path, web)
     for code_, path in (("de", "de/kafka_verwandlung.txt"), ("en", "gutenberg_en/carroll-alice.txt")):
         text = shared_data(f"books/{path}").read_text("utf-8")
-        passages = [
-            {"text": text[start : start + length]} for start, length in zip(range(0, 90_000, 3000), [200, 3000] * 15)
-        ]
-        (foreign / f"{code_}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in passages))
+        passages = [text[start : start + length] for start, length in zip(range(0, 90_000, 3000), [200, 3000] * 15)]
+        write_jsonl(foreign / f"{code_}.jsonl", passages)
     for path in sorted((ROOT / "src/forebay/order").glob("*.py")):
         shutil.copy(path, code)
     (code / "data.js").write_text("var data = [" + "1234567890, " * 3000 + "]\n")
@@ -57,7 +55,7 @@ def inputs(tmp_path_factory) -> Path:
         {"messages": [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"{i} it is."}]}
         for i in range(40)
     ]
-    (chats / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(chats / "chats.jsonl", rows)
     tokenizer = Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))

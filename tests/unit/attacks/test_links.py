@@ -1,6 +1,5 @@
 """A dataset directory of another person has links in place of its files: no path of Forebay reads what they lead to."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -24,14 +23,15 @@ from forebay.prepare.driver import prepare_dataset
 from forebay.storage.base import PathOrigin, PermanentError
 from forebay.storage.origins import open_remote, read_dataset
 from support.nodes import Network
+from support.preparing import write_jsonl
 
 SLICE = "slices/000001.safetensors"
 
 
 def make_dataset(folder: Path) -> Path:
     """A prepared dataset of three slices, with ids of its documents and a tokenizer."""
-    text = folder / "in.jsonl"
-    text.write_text("".join(json.dumps({"id": f"d{i}", "text": "a line of text " * 400}) + "\n" for i in range(40)))
+    rows = [{"id": f"d{i}", "text": "a line of text " * 400} for i in range(40)]
+    text = write_jsonl(folder / "in.jsonl", rows)
     prepare_dataset(text, folder / "data", tokenizer="bytes", slice_bytes=1 << 17, document_ids=True, workers=1)
     return folder / "data"
 

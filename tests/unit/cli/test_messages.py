@@ -9,6 +9,7 @@ import pytest
 
 from forebay.cli import main
 from forebay.network.pki.identity import create_network, join
+from support.preparing import write_jsonl
 from support.store import stored
 
 Printed = pytest.CaptureFixture[str]
@@ -16,7 +17,7 @@ Printed = pytest.CaptureFixture[str]
 
 def write_corpus(folder: Path):
     rows = [{"id": f"d{i}", "text": f"Document {i}. " + "mill race " * 40} for i in range(60)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "texts.jsonl", rows)
 
 
 @pytest.fixture

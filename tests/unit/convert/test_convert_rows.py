@@ -19,6 +19,7 @@ from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.sources import open_table, verify_table
 from support.foreign_datasets import made_table, read_table
+from support.preparing import write_jsonl
 
 
 def test_a_changed_byte_is_seen_when_reading_again(tmp_path):
@@ -36,7 +37,7 @@ def test_a_changed_byte_is_seen_when_reading_again(tmp_path):
 
 def test_conversations_keep_their_masked_labels(tmp_path):
     rows = [{"input_ids": [5, 6, 7][: n + 1], "labels": [-100, 6, 7][: n + 1]} for n in range(3)]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "chat.jsonl", rows)
     options = ConvertOptions(seq_len=4, eos_id=2, tensors={"input_ids": "u16", "labels": "i32"})
     convert(tmp_path / "chat.jsonl", tmp_path / "ds", "forebay", options)
     item = open_dataset(tmp_path / "ds").open_slice(0)
@@ -129,7 +130,7 @@ def test_lines_that_do_not_fit(tmp_path):
 def test_a_column_that_comes_late_is_no_silent_loss(tmp_path, monkeypatch):
     monkeypatch.setattr("forebay.formats.tables.INFERRED_BYTES", 1000)
     lines = [{"a": i} for i in range(5000)] + [{"a": 1, "b": 2}]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_jsonl(tmp_path / "t.jsonl", lines)
     with pytest.raises(DatasetError, match=r"line 4097 and after: expected columns a, .* got b: int64"):
         convert(tmp_path / "t.jsonl", tmp_path / "o.parquet", "parquet", ConvertOptions())
     assert not (tmp_path / "o.parquet").exists()

@@ -13,6 +13,7 @@ from forebay.formats import wikipedia
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.wikitext import to_text
+from support.paths import read_cases
 from support.shared_data import shared_data
 
 MARKUP = ("[[", "]]", "{{", "}}", "<ref", "{|", "|}", "'''")
@@ -24,33 +25,7 @@ def read(path: Path, start: int = 0, stop: int = 0, **options: Any) -> list[Reco
     return list(wikipedia.Wikipedia().read_text(InputSplit((source,), start, stop), ReadOptions(**options)))
 
 
-@pytest.mark.parametrize(
-    "source, text",
-    [
-        ("'''Bold''' and ''italic'' and '''''both'''''", "Bold and italic and both"),
-        ("a [[link]], a [[Target page|label]], [[bus]]es, [[:Category:X]]", "a link, a label, buses, Category:X"),
-        ("x[[File:a.jpg|thumb|A [[nested]] caption {{here}}]]y [[Category:Z]][[fr:Autre]]", "xy"),
-        ("[http://a.b label ''one''] [http://a.b] http://c.d", "label one http://c.d"),
-        ("a<ref>note {{cite}}</ref>b<ref name=x />c<!-- hidden [[ -->d", "abcd"),
-        ("{{Infobox|a={{b|c}}|d=[[e|f]]}}Text", "Text"),
-        ("Toronto ({{IPA-en|t}}, {{lang|fr|Toronte}}) is", "Toronto (Toronte) is"),
-        ("{{convert|5|km|mi}} of {{nowrap|free text}}, {{circa|1500}}", "5 km of free text, c. 1500"),
-        ("before\n{| class=x\n|-\n| cell || {{t|1}}\n{|\n| inner\n|}\n|}\nafter", "before\n\nafter"),
-        ("== Head ==\ntext\n=== Empty ===\n== Last ==", "Head\ntext"),
-        ("* one\n** two\n# three\n: indented\n; term", "- one\n- two\n- three\nindented\nterm"),
-        ("<nowiki>[[kept]]</nowiki> <math>\\frac{{a}}{b}</math>", "[[kept]] $\\frac{ {a} }{b}$"),
-        ("<gallery>\nFile:x.jpg|y\n</gallery>H<sub>2</sub>O&nbsp;&amp; <br/>next", "H2O &\nnext"),
-        ("[[unclosed\n\nnext [[b]]", "unclosed\n\nnext b"),
-        ("", ""),
-        ('{|style="width:100%"\n| {{x}} text\nafter', "after"),
-        ('<tr><td style="a">cell</td></tr>after', "after"),
-        ("[[Tiedosto:x.JPG|thumb|words]]after [[:Tiedosto:x.jpg|file]]", "after file"),
-        ("[[Soubor:a|thumb|popis]]a [[ไฟล์:b|thumb]]b [[ファイル:c|thumb]]c", "a b c"),
-        ('before {|style="width:100%"\n| cell\n|}\nafter', "before\n\nafter"),
-        ('text {| class="x" align=right\n| unclosed\nmore', "text\nmore"),
-        ("{{{1|default}}} and {{{2}}}none, {{lang|de|{{{1|Wort}}}}}", "default and none, Wort"),
-    ],
-)
+@pytest.mark.parametrize("source, text", read_cases("wikitext")["cases"])
 def test_markup(source, text):
     assert to_text(source) == text
 

@@ -21,8 +21,9 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs
 from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
 from forebay.storage.hub_copies import download_hub, fetch_tokenizer
-from support.hub_repos import write_jsonl, write_repo
+from support.hub_repos import write_repo
 from support.hub_server import HubServer
+from support.preparing import write_jsonl
 from support.streams import as_tuples, stream, take_state
 
 ROWS = [{"text": f"document {number} " * 50} for number in range(400)]

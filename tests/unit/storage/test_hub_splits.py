@@ -9,6 +9,9 @@ from forebay.prepare.sources import source_at
 from forebay.storage.hub_splits import HubName, find_split, format_of, glob_matcher, parse_url
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
+from support.paths import read_cases
+
+CASES = read_cases("hub_splits")
 
 
 @pytest.fixture
@@ -67,33 +70,7 @@ def test_kinds():
     assert {name: format_of(name) for name in names} == names
 
 
-RULES = [
-    (
-        [
-            "data/train-00000-of-00002.parquet",
-            "data/train-00001-of-00002-0f.parquet",
-            "data/extra-00000-of-00001.parquet",
-        ],
-        {"train": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002-0f.parquet"]}
-        | {"extra": ["data/extra-00000-of-00001.parquet"]},
-    ),
-    (
-        ["train/a.jsonl", "x/valid-1/b.jsonl", "val.jsonl", "my test/c.jsonl", "trains/d.jsonl"],
-        {"train": ["train/a.jsonl"], "validation": ["x/valid-1/b.jsonl"], "test": ["my test/c.jsonl"]},
-    ),
-    (
-        ["train.csv", "a/my-train-2.csv", "dev.csv", "a/eval_1.csv", "restrain.csv", "train2.csv"],
-        {"train": ["a/my-train-2.csv", "train.csv", "train2.csv"], "validation": ["dev.csv"], "test": ["a/eval_1.csv"]},
-    ),
-    (["b/2.txt", "a.txt", "README.txt", ".hidden/c.txt"], {"train": ["README.txt", "a.txt", "b/2.txt"]}),
-    (
-        ["train/a.json", "train/b.jsonl.gz", "train/c.json", "train/d.png"],
-        {"train": ["train/a.json", "train/b.jsonl.gz", "train/c.json"]},
-    ),
-]
-
-
-@pytest.mark.parametrize("names, splits", RULES)
+@pytest.mark.parametrize("names, splits", CASES["names"])
 def test_splits_by_the_names_of_files(hub, names, splits):
     name = repo(hub, names)
     assert {split: paths(f"{name}:{split}") for split in splits} == splits
@@ -113,18 +90,7 @@ def test_a_folder_or_a_glob_in_place_of_a_configuration(hub):
         find_split(f"{name}/data/none/*.parquet")
 
 
-CARDS = [
-    ("a/*.csv", {"": ["a/1.csv", "a/2.csv"]}),
-    (["a/1.csv", "b/**"], {"": ["a/1.csv", "b/c/3.csv"]}),
-    (
-        [{"split": "train", "path": ["a/2.csv", "a/*"]}, {"split": "dev", "path": "b/**/*.csv"}],
-        {"": ["a/2.csv", "a/1.csv"], ":dev": ["b/c/3.csv"]},
-    ),
-    ({"train": "b/c/*", "x": "./a/1.csv"}, {"": ["b/c/3.csv"], ":x": ["a/1.csv"]}),
-]
-
-
-@pytest.mark.parametrize("data_files, expected", CARDS)
+@pytest.mark.parametrize("data_files, expected", CASES["cards"])
 def test_configurations_of_the_card(hub, data_files, expected):
     card = {"configs": [{"config_name": "one", "data_files": data_files}]}
     name = repo(hub, ["a/1.csv", "a/2.csv", "b/c/3.csv"], card)

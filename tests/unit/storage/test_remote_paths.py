@@ -17,9 +17,10 @@ from forebay.formats.conversion import ConvertOptions
 from forebay.formats.detect import detect
 from forebay.storage.addresses import is_url
 from forebay.storage.remote_path import find_paths, url_name
-from support.hub_repos import write_jsonl, write_repo
+from support.hub_repos import write_repo
 from support.hub_server import HubServer
 from support.origin_server import OriginServer
+from support.preparing import write_jsonl
 
 TOKENS = np.arange(70_000, dtype=np.uint16)
 

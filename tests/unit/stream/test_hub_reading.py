@@ -21,8 +21,9 @@ from forebay.storage.hub_splits import find_split
 from forebay.stream import records as stream_records
 from forebay.stream.hub import records_of
 from forebay.stream.records import Share, find_records
-from support.hub_repos import write_jsonl, write_repo
+from support.hub_repos import write_repo
 from support.hub_server import TOKEN, HubServer, make_hub
+from support.preparing import write_jsonl
 from support.store import stored
 from support.streams import stream
 

@@ -16,6 +16,7 @@ from forebay.worker.config import SIZES
 from forebay.worker.flags import main
 from forebay.worker.trainer import CountTrainer
 from forebay.worker.training import OutOfMemoryError, Training, is_out_of_memory, out_of_memory, trainer_class
+from support.preparing import write_jsonl
 
 COUNT = {"trainer": "count", "num_steps": 6}
 
@@ -30,9 +31,7 @@ def train(config: WorkerConfig):
 
 @pytest.fixture
 def corpus(tmp_path) -> Path:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": f"the {i}th line of the text"}) + "\n" for i in range(400)))
-    return path
+    return write_jsonl(tmp_path / "corpus.jsonl", [f"the {i}th line of the text" for i in range(400)])
 
 
 def test_the_defaults_of_the_guide():

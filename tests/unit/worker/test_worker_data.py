@@ -15,6 +15,7 @@ from forebay.stream.text_stream import TextStream
 from forebay.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
 from forebay.worker.batches import Batches, dummy_samples
 from forebay.worker.catalog import CATALOG, CatalogEntry, find_entry
+from support.preparing import write_jsonl
 
 GUIDE = """\
 fineweb: FineWeb: 15T tokens from CommonCrawl
@@ -31,8 +32,7 @@ def texts(tmp_path) -> Path:
     folder.mkdir()
     for part in range(3):
         texts = [hashlib.sha256(f"{part}-{i}".encode()).hexdigest()[: i % 44 + 20] for i in range(250)]
-        rows = [{"text": text} for text in texts]
-        (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(folder / f"{part}.jsonl", texts)
     return folder
 
 

@@ -5,6 +5,7 @@ import pytest
 from forebay.prepare.documents import StageResult
 from forebay.prepare.filters.lines import LineRules
 from support.batches import to_batch
+from support.paths import read_cases
 
 
 def apply(stage: LineRules, *texts: str, languages: tuple[str | None, ...] = ()) -> StageResult:
@@ -22,56 +23,9 @@ def rule(line: str, code: str | None = None, **fields: object) -> str:
 
 
 PLAIN = "shoes sale brand online store price discount shipping free"  # nine words, none a function word
-LINES = [
-    ("2023-10-11 12:30", "numbers"),
-    ("1,234 | 5,678 | 9", "numbers"),
-    ("12 o'clock", ""),
-    ("*** === ### $$$", "symbols"),
-    ("ab cd ****", ""),
-    ("ab cd *****", "symbols"),
-    ("(+49) 89 1234567 x 12, y", "symbols"),
-    ("नमस्ते दुनिया, यह एक वाक्य है।", ""),
-    ("สวัสดีชาวโลก ยินดีต้อนรับ", ""),
-    ("word", "one_word"),
-    ("word!", "one_word"),
-    ("two words", ""),
-    ("3 likes", "counter"),
-    ("Likes: 3", "counter"),
-    ("1.2k views · 4 Comments", "counter"),
-    ("3 likes for him", ""),
-    ("I like 3", ""),
-    ("Sign in", "prompt"),
-    ("Sign in or register to read one two three four", "prompt"),
-    ("Sign in or register to read one two three four five", ""),
-    ("The story goes on … Read more »", "prompt"),
-    ("He went to read more books", ""),
-    ("You have 12 items in cart today", "prompt"),
-    ("Leer más", "prompt"),
-    ("ABCD abcd", ""),
-    ("ABCDE abcd", "uppercase"),
-    ("ПРИВЕТ всем", "uppercase"),
-    ("NASA und ESA flogen zum Mond", ""),
-    (PLAIN, ""),
-    (PLAIN + " cheap", "no_stop_words"),
-    ("Photo video share gallery sunshine rivers", "no_stop_words"),
-    ("Photo video share", ""),
-    ("He took the photo with a video camera", ""),
-    ("kqzx wvbn rtyp mnbv xxqz plmk hjgf", "no_stop_words"),
-    ("Tyger Tyger burning bright", ""),
-    ("Extra virgin olive oil", ""),
-    ("Improved optical heart rate monitor sensor", ""),
-    ("Strč prst skrz krk", ""),
-    ("Entschlafen sind nun wilde Triebe", ""),
-    ("html css php sql", ""),
-    ("Paris France capital city 2,100,000", ""),
-    (PLAIN + " the", ""),
-    (PLAIN + " The", ""),
-    (PLAIN + " unsere Kinder und", ""),
-    (PLAIN + " 中文的文字", ""),
-]
 
 
-@pytest.mark.parametrize("line, expected", LINES)
+@pytest.mark.parametrize("line, expected", read_cases("lines")["lines"])
 def test_rules(line, expected):
     assert rule(line) == expected
 
