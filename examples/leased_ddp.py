@@ -50,7 +50,7 @@ def train() -> None:
     dist.init_process_group("gloo")  # "nccl" with GPUs
     torch.manual_seed(0)
     loader = forebay.Loader() if dist.get_rank() == 0 else None
-    sizes = [0 if loader is None else loader.dataset.manifest.vocab_size]
+    sizes = [0 if loader is None else loader.dataset.manifest.vocab_size or 1 << 16]
     dist.broadcast_object_list(sizes)
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(sizes[0], 16), nn.Linear(16, sizes[0])))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -35,7 +35,7 @@ def train(dataset: str, checkpoint: Path) -> None:
     torch.manual_seed(0)
     # The one line: each rank reads its part, and all have as many steps. The global batch is what a run keeps.
     loader = forebay.Loader(dataset, seq_len=32, global_batch_size=6, seed=1)
-    vocabulary = loader.dataset.manifest.vocab_size
+    vocabulary = loader.dataset.manifest.vocab_size or 1 << 16  # Unknown of tokens in files of no format.
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(vocabulary, 16), nn.Linear(16, vocabulary)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     length = len(loader)

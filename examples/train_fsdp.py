@@ -42,7 +42,7 @@ def make_model(vocabulary: int) -> nn.Module:
 def train(dataset: str, steps: int, *, resume: Path | None = None, save: Path | None = None) -> list[float]:
     """The loss of each step up to `steps`, over all ranks."""
     loader = forebay.Loader(dataset, seq_len=32, global_batch_size=6, seed=1, steps=steps)
-    model = make_model(loader.dataset.manifest.vocab_size)
+    model = make_model(loader.dataset.manifest.vocab_size or 1 << 16)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     if resume is not None:
         model_state, optimizer_state = get_state_dict(model, optimizer)

@@ -60,6 +60,7 @@ SharedShardedDatasetManager forebay.load.shards
 TextStream forebay.stream.text_stream
 TokenBatch forebay.load.batch
 callbacks forebay.callbacks
+formats forebay.formats
 open_dataset forebay.load.sources
 prepare_dataset forebay.prepare.driver
 serve_dashboard forebay.observe.dashboard
@@ -72,7 +73,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
     with package_for(f"forebay.{name}"):
         module = import_module(_HOME[name])
-    value = module if name == "callbacks" else getattr(module, name)
+    value = getattr(module, name, module)
     globals()[name] = value
     return value
 

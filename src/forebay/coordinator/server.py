@@ -43,6 +43,7 @@ from forebay.network.limits import ServerLimits, TokenBucket
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 from forebay.recent import RecentDict
+from forebay.units import numbered
 
 MAX_WORKERS = 1024
 REJOIN_S = 600.0
@@ -229,9 +230,8 @@ class Coordinator:
                 formed = action.generation
                 self._values = {}
                 names = ", ".join(slot.worker_id for slot in formed.places)
-                self._on_note(
-                    f"generation {formed.number} from step {formed.start_step}: {len(formed.places)} workers: {names}"
-                )
+                number = numbered(len(formed.places), "worker")
+                self._on_note(f"generation {formed.number} from step {formed.start_step}: {number}: {names}")
         old, new = ((s.generation, s.changing, s.broken, s.run_to) for s in (before, state))
         if old != new or is_moved:
             self._notify()

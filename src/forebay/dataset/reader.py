@@ -338,7 +338,7 @@ class Dataset:
             fields |= {"rows": m.rows, "columns": self._columns()}
         else:
             fields |= {"dtype": m.dtype, "tokens": m.tokens, "documents": m.documents, "tokenizer": m.tokenizer}
-            fields |= {"vocab_size": m.vocab_size, "eos_id": m.eos_id}
+            fields |= {"vocab_size": m.vocab_size or None, "eos_id": m.eos_id}
         return {**fields, "slices": m.slices, "bytes": m.bytes}
 
     def _columns(self) -> dict[str, str]:

@@ -333,7 +333,7 @@ def refuse_unknown(arguments: Mapping[str, object]) -> None:
             if is_dataclass(default) and hasattr(default, name):
                 advice = f" Give it as {group}=forebay.{type(default).__name__}({name}=...)."
         if name == "dtype":
-            advice += " The type of a file's tokens goes to forebay.formats.open_external(PATH, dtype=...)."
+            advice = f" The type of a file's tokens: Loader(forebay.formats.open_external(PATH, dtype=...)).{advice}"
         if name in ("num_workers", "workers"):
             advice = " Give it to loader.to_torch(num_workers=...)."
         raise TypeError(f"Loader: expected no argument {name!r}, got one.{advice}")

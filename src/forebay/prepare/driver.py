@@ -419,12 +419,16 @@ def _check_code(run: PrepareRun, key: str, output: Output) -> None:
     code = run.progress.code = keys.code_versions((*run.recipe.stages, *run.recipe.dedup.own))
     with suppress(PrepareError, KeyError):  # There was no earlier call, or none that told its code.
         earlier: Json = read_progress(run.path) if code else {"key": ""}
-        is_kept = earlier["key"] == key and (output.marker or earlier["state"] != "done")
-        before: Json = earlier["code"] if is_kept else {}
-        if changed := [name for name in code if before.get(name, code[name]) != code[name]]:
+        is_done = earlier["state"] == "done"
+        before: Json = earlier["code"] if earlier["key"] == key and (output.marker or not is_done) else {}
+        changed = [name for name in code if before.get(name, code[name]) != code[name]]
+        if not is_done:  # Tasks of another version are others.
+            changed = [name for name in changed if before[name][0] == code[name][0]]
+        if changed:
+            advice = "Choose another directory, or remove this one" if is_done else "Give it another version"
             raise UsageError(
                 f"prepare: expected the code that {run.store.url} was made with, got another of {', '.join(changed)}. "
-                "Choose another directory, or remove this one; a changed filter needs another version."
+                f"{advice}."
             )
 
 

@@ -214,7 +214,13 @@ def _cost(sampling: Sampling, usage: Usage, text_bytes: int) -> Json:
     read = [counts[READ_US] * scale for counts, scale in zip(sampling.counts, sampling.read_scales)]
     read_us = sum(counts[READ_US] for counts in sampling.counts)
     trained = min(SAMPLE_BYTES, text_bytes * sampling.scale) / max(1, min(SAMPLE_BYTES, text_bytes))
-    scales = {"start": 0.0, "read": sum(read) / read_us if read_us else 1.0, "hash": 0.0, TRAINING: trained}
+    scales = {
+        "start": 0.0,
+        "kernels": 0.0,
+        "read": sum(read) / read_us if read_us else 1.0,
+        "hash": 0.0,
+        TRAINING: trained,
+    }
     processes = min(num_cores(), sampling.num_splits)
     stages = {
         name: [round(seconds, 4), round(seconds * scales.get(name, sampling.scale), 2)]

@@ -247,7 +247,7 @@ def unreachable(label: str, reason: str, tries: int, elapsed_s: float) -> Downlo
         advice = "take tiny_shakespeare: a part of it comes with the package"
     endpoint = hub_endpoint()
     return DownloadError(
-        f"Failed to download {label}: no connection to {endpoint}, got {reason.removeprefix(f'{endpoint}: ')} "
+        f"Failed to download {label}: no connection to {endpoint}: {reason.removeprefix(f'{endpoint}: ')} "
         f"(tries: {tries}, {elapsed_s:.1f} s). Check the internet connection and HF_ENDPOINT, or {advice}."
     )
 

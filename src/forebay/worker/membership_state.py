@@ -303,4 +303,6 @@ class MembershipState:
 
 def _describe(answer: Mapping[str, Any]) -> str:
     waiting = answer.get("waiting", {})
-    return f"other workers: {waiting.get('members')} joined, the run waits for {waiting.get('waits_for')}"
+    members, waits_for = waiting.get("members", 0), waiting.get("waits_for", 0)
+    number = f"{waits_for} of them not ready" if waits_for <= members else f"the run waits for {waits_for}"
+    return f"other workers: {members} joined, {number}"

@@ -170,6 +170,16 @@ def test_its_settings_and_version_are_part_of_what_it_is(tmp_path, own, monkeypa
     assert run(tmp_path, "page", filters=[own.enough_lines()], to="report").documents_out  # made again each time
 
 
+def test_a_filter_that_failed_is_mended_and_goes_on(tmp_path, own, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(PrepareError, match="enough_lines"):
+        patch.setattr(own.enough_lines, "function", staticmethod(own.no_shouting.function))
+        run(tmp_path, filters=[own.enough_lines()])
+    with pytest.raises(UsageError, match=r"another of enough_lines\. Give it another version"):
+        run(tmp_path, filters=[own.enough_lines()])
+    monkeypatch.setattr(own.enough_lines, "version", "2")
+    assert run(tmp_path, filters=[own.enough_lines()]).documents_out
+
+
 def test_a_method_of_deduplication(tmp_path, own):
     settings = {"dedup": {"exact": True, "same_start": {"characters": 3}}}
     for name, arguments in (

@@ -1,6 +1,8 @@
 """Samples of the input: which splits of which kinds, how sure rates are, and what the whole run is expected to cost."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from forebay.prepare import compiled
 from forebay.prepare.charts import sample_lines
 from forebay.prepare.dedup.kernels import character_table
 from forebay.prepare.inputs import sampled
-from forebay.prepare.sampling import Sampling, interval
+from forebay.prepare.sampling import Sampling, _cost, interval
+from forebay.prepare.stats import Usage
 from support.preparing import prepare, write_jsonl
 
 KINDS = [("jsonl", ""), ("jsonl", "gz"), ("warc", "gz"), ("parquet", "")]
@@ -78,6 +81,12 @@ def test_a_sample_of_several_kinds_tells_of_each_and_what_the_whole_run_gives(tm
     assert report["cost"]["wall_s"][0] > report["cost"]["cpu_s"]["train tokenizer"][1] > 0
     shown = dict(sample_lines(report))
     assert "3 of 8 jsonl" in shown[""] and "whole input" in shown
+
+
+def test_compiling_is_not_multiplied():
+    sampling: Any = SimpleNamespace(counts=[], read_scales=[], scale=5.0, num_splits=1, quantile=None)
+    cost = _cost(sampling, Usage({"kernels": 30.0, "c4": 2.0}), 100)
+    assert cost["whole_cpu_s"] == 10 and cost["wall_s"] == [10]
 
 
 def test_a_table_that_a_process_makes_once_is_no_work_of_a_sample():

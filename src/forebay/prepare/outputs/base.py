@@ -139,6 +139,10 @@ def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
     if stages:
         is_read = all(stage.startswith("read ") for stage in stages)
         advice = "Give other inputs" if is_read else "Loosen these stages"
+        if "nothing_learnt" in stages[-1]:
+            advice = "No message of the role assistant is left to learn from: see their roles, and rows.max_tokens"
+        if run.parent is not None and stages[-1].startswith("dedup "):
+            advice = f"There is nothing new: {run.parent.path} has these documents"
         cause = f"dropped by {'; '.join(stages)}. {advice}; the report is {run.store.url}/{REPORT_FILE}."
     else:
         cause = f"the inputs hold no documents. See {run.store.url}/{REPORT_FILE}."

@@ -168,7 +168,7 @@ def load_tokenizer(
     if not re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", spec) or spec.endswith(".json"):
         raise UsageError(
             f"tokenizer {spec!r}: expected a tokenizer.json, a directory with one, a hub name, `bytes` "
-            "or `train:VOCAB`; there is no such file. Check the path."
+            "or, for `forebay prepare`, `train:VOCAB`; there is no such file. Check the path."
         )
     return _from_hub(spec, eos, bos)
 
