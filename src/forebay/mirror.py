@@ -126,7 +126,7 @@ def mirror(
 
 def mirror_by_swarm(
     dataset: RemoteDataset, to: str | Path, *, share: bool | str, start: int = 0, stop: int | None = None,
-    connections: int = 16, upload_bytes_per_s: float | None = None, linger_s: float = 60.0,
+    connections: int = 16, linger_s: float = 60.0,
     on_progress: OnProgress = lambda _: None,
 ) -> tuple[MirrorReport, dict[str, Any]]:  # fmt: skip
     """Like `mirror`, from a swarm to a directory; also returns the figures of the swarm.
@@ -147,9 +147,7 @@ def mirror_by_swarm(
     with (
         _open_target(to) as target,
         RunFetcher(connections) as fetcher,
-        SwarmMember(
-            dataset, files, is_present.copy, fetcher.wake, share=share, upload_bytes_per_s=upload_bytes_per_s
-        ) as member,
+        SwarmMember(dataset, files, is_present.copy, fetcher.wake, share=share) as member,
     ):
         member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
         report = _mirror(

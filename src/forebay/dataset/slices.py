@@ -268,19 +268,16 @@ def hash_file(path: Path | str | BinaryIO) -> str:
         return hashlib.file_digest(cast("io.BufferedReader", file), "sha256").hexdigest()
 
 
-def next_cut(
-    document_ends: Array, start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
-) -> tuple[int, int]:
+def next_cut(document_ends: Array, start: int, total: int, itemsize: int, slice_bytes: int) -> tuple[int, int]:
     """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
 
     And the index after the last document end in (start, stop]. `document_ends`: integers [D], the
-    exclusive ends of documents in the stream of `total` tokens, rising; `first_end` is the index of the
-    first after `start`.
+    exclusive ends of documents after `start` in the stream of `total` tokens, rising.
     """
     budget = slice_bytes - TOKEN_HEADER_BYTES
     low, high = start + 1, min(total, start + budget // itemsize)
     # All ends that can matter, so that each probe searches a short run.
-    near = document_ends[first_end : first_end + budget // 8 + 1]
+    near = document_ends[: budget // 8 + 1]
     while low < high:
         middle = (low + high + 1) // 2
         inside = int(np.searchsorted(near, near.dtype.type(middle), "right"))
@@ -288,4 +285,4 @@ def next_cut(
             low = middle
         else:
             high = middle - 1
-    return low, first_end + int(np.searchsorted(near, near.dtype.type(low), "right"))
+    return low, int(np.searchsorted(near, near.dtype.type(low), "right"))

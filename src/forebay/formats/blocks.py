@@ -69,11 +69,11 @@ class ColumnKind:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a format stores a column: its name there, the bytes of every value (None if they differ), and the encoder."""
+    """How a format stores a column: its name there, the encoder, and the bytes of every value (None if they differ)."""
 
     name: str
-    size: int | None
     encode: Encode
+    size: int | None = None
 
 
 def _kinds(source: TableSource, what: str) -> dict[str, ColumnKind]:

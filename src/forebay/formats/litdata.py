@@ -154,23 +154,21 @@ def _encoding(kind: blocks.ColumnKind) -> Encoding:
     dtype = np.dtype(kind.dtype or "u1")
     match kind.name:
         case "text" | "bytes":
-            return Encoding("str" if kind.name == "text" else "bytes", None, blocks.encode_bytes)
+            return Encoding("str" if kind.name == "text" else "bytes", blocks.encode_bytes)
         case "number" if dtype.kind == "b":
-            return Encoding("bool", None, blocks.encode_numbers("?"))
+            return Encoding("bool", blocks.encode_numbers("?"))
         case "number" if dtype.kind == "f":
-            return Encoding("float", None, blocks.encode_numbers("<f8"))
+            return Encoding("float", blocks.encode_numbers("<f8"))
         case "number" if dtype.name != "uint64":
-            return Encoding("int", None, blocks.encode_numbers("<i8"))
+            return Encoding("int", blocks.encode_numbers("<i8"))
         case "vector" if dtype.name in _NUMPY_NUMBERS:
             number = _NUMPY_NUMBERS[dtype.name]
             if kind.shape is None or len(kind.shape) == 1:
-                return Encoding(f"no_header_numpy:{number}", None, blocks.encode_vectors(lambda shape: b""))
+                return Encoding(f"no_header_numpy:{number}", blocks.encode_vectors(lambda shape: b""))
             return Encoding(
-                "numpy",
-                None,
-                blocks.encode_vectors(lambda shape: np.array([number, len(shape), *shape], "<u4").tobytes()),
+                "numpy", blocks.encode_vectors(lambda shape: np.array([number, len(shape), *shape], "<u4").tobytes())
             )
-    return Encoding("json", None, blocks.encode_json)
+    return Encoding("json", blocks.encode_json)
 
 
 def _spec(names: list[str] | None) -> str:

@@ -125,7 +125,7 @@ class Mds(layout.ColumnDirectory):
         name, kind = options.column or "tokens", "uint16" if stream.dtype == "U16" else "uint32"
         values = (_shape_header(tokens.shape) + tokens.tobytes() for tokens in documents(stream.parts()))
         samples = (len(value).to_bytes(4, "little") + value for value in values)
-        files = _write_shards(samples, out, options, {name: blocks.Encoding(f"ndarray:{kind}", None, list)})
+        files = _write_shards(samples, out, options, {name: blocks.Encoding(f"ndarray:{kind}", list)})
         return stream.written(files, stream.digest.num_documents)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
@@ -202,19 +202,19 @@ class MdsDataset(blocks.BlockDataset):
 def _encoding(kind: blocks.ColumnKind) -> blocks.Encoding:
     match kind.name:
         case "text":
-            return blocks.Encoding("str", None, blocks.encode_bytes)
+            return blocks.Encoding("str", blocks.encode_bytes)
         case "bytes":
-            return blocks.Encoding("bytes", None, blocks.encode_bytes)
+            return blocks.Encoding("bytes", blocks.encode_bytes)
         case "number" if kind.dtype in _TYPES:
             name = "int" if kind.dtype == "int64" else kind.dtype
-            return blocks.Encoding(name, np.dtype(kind.dtype).itemsize, blocks.encode_numbers(_TYPES[kind.dtype]))
+            return blocks.Encoding(name, blocks.encode_numbers(_TYPES[kind.dtype]), np.dtype(kind.dtype).itemsize)
         case "vector" if kind.dtype in _TYPES and kind.shape is not None and all(kind.shape):
             name = f"ndarray:{kind.dtype}:{','.join(map(str, kind.shape))}"
             size = math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
-            return blocks.Encoding(name, size, blocks.encode_vectors(lambda shape: b""))
+            return blocks.Encoding(name, blocks.encode_vectors(lambda shape: b""), size)
         case "vector" if kind.dtype in _TYPES:
-            return blocks.Encoding(f"ndarray:{kind.dtype}", None, blocks.encode_vectors(_shape_header))
-    return blocks.Encoding("json", None, blocks.encode_json)
+            return blocks.Encoding(f"ndarray:{kind.dtype}", blocks.encode_vectors(_shape_header))
+    return blocks.Encoding("json", blocks.encode_json)
 
 
 def _shape_header(shape: tuple[int, ...]) -> bytes:

@@ -116,7 +116,7 @@ class TokenCollator(Collator):
     """
 
     def __init__(
-        self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = False,
+        self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool,
         pad_id: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(indexes)

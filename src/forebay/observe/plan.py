@@ -237,7 +237,7 @@ def _figures(job: RunSpec) -> RunPlan:
         fetched_bytes=min(total_bytes, per_epoch * job.epochs) if cache >= total_bytes else per_epoch * job.epochs,
         fetch_ratio=float(np.dot(ratios, read_bytes) / read_bytes.sum()),
         fetch_ratios=ratios,
-        requests=int(np.dot(passes, num_requests(parts, cache, settings.neighbour_bytes(1)))),
+        requests=int(np.dot(passes, num_requests(parts, cache, settings.neighbour_bytes()))),
         samples_of_rank=samples_of_rank,
         rank_bytes=int(samples_of_rank[1] * read_bytes.sum() / np.dot(passes, num_samples)),
         first_batch_bytes=int(demand[0]),

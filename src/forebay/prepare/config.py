@@ -112,8 +112,6 @@ def apply_settings(
 
 def _with_methods(recipe: Recipe, own: Sequence[Method]) -> Recipe:
     """The recipe with more methods of deduplication."""
-    if not own:
-        return recipe
     return dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=(*recipe.dedup.own, *own)))
 
 

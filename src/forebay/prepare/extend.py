@@ -180,7 +180,7 @@ def sign_parent(run: PrepareRun) -> list[Signed]:
     source = ParentDocuments(str(parent.path), parent.id, dedup.url)
     key = task_key(keys.content_key(read, (), (), 1.0), source.name, (), dedup)
     tasks = [
-        TextTask(split, read, (), dedup, 1.0, run.work, key, run.recipe.limits, source, hashes=False)
+        TextTask(split, (), (), dedup, run.work, key, run.recipe.limits, read, 1.0, source, hashes=False)
         for split in source_splits(source)
     ]
     on_result = run.count_tasks("parent", len(tasks), "part")

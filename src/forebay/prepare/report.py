@@ -74,7 +74,7 @@ class Link:
     text: str
     link: str
     tip: str
-    lead: str = ""
+    lead: str
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,10 @@ class PrepareRun:
     document_ids: bool
     progress: ProgressRecord
     on_message: Callable[[str], None]
-    parent: Dataset | None = None  # The dataset that is extended.
-    recorded: Mapping[str, Any] = field(default_factory=dict)  # What made the scores that the input has.
-    is_shared: bool = False  # Other processes may run the same tasks, in the same store, at the same time.
-    is_member: bool = False  # Another call writes the output when all tasks are finished.
+    parent: Dataset | None  # The dataset that is extended.
+    recorded: Mapping[str, Any]  # What made the scores that the input has.
+    is_shared: bool  # Other processes may run the same tasks, in the same store, at the same time.
+    is_member: bool  # Another call writes the output when all tasks are finished.
     usage: Usage = field(default_factory=Usage)  # Of the tasks that ran in this call, without their stages.
 
     @cached_property

@@ -46,7 +46,7 @@ class Output(Protocol):
     def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
         """The name, id and lineage of the output in a store. Raises PrepareError if it is damaged."""
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         """Write everything, `marker` last."""
 
 

@@ -55,7 +55,7 @@ class TextOutput(MarkedOutput):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         examine_kept(run, corpus)
         content = {"files": [asdict(file) for file in export_files(run, corpus, self.name)]}
         return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
@@ -67,7 +67,7 @@ class LanguageModelOutput(MarkedOutput):
     name = "lm"
     marker = "lm.json"
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
         examine_kept(run, corpus)
@@ -106,8 +106,8 @@ class ExportTask:
     work: Store
     out: Store
     index: int
-    subsets: tuple[str, ...] = ()
-    recorded: str = "{}"
+    subsets: tuple[str, ...]
+    recorded: str
 
     @property
     def split(self) -> InputSplit:

@@ -96,8 +96,8 @@ class ShuffleTask:
     first_key: int
     last_key: int
     store: Store
-    low: int = _KEYS[0]
-    high: int = _KEYS[1]
+    low: int
+    high: int
 
     @property
     def name(self) -> str:

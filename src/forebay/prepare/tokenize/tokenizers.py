@@ -68,8 +68,8 @@ class TokenizerFile:
     data: bytes
     vocab_size: int
     eos_id: int | None
-    bos_id: int | None = None
-    kind: str = "json"
+    bos_id: int | None
+    kind: str
     tokenizer: Tokenizer | None = None
 
     @property
