@@ -22,6 +22,7 @@ from forebay.arrays import U8, U16, U32, U64, Array
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_atomic
+from forebay.json_types import Json
 from forebay.maps import map_file
 
 MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
@@ -133,14 +134,14 @@ def _read_header(memory: U8) -> tuple[list[_Entry], int]:
     return _check_header(header, size - base), base
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
     plain = dict(pairs)
     if len(plain) != len(pairs):
         raise _HeaderError("expected each key of the header once, got one twice")
     return plain
 
 
-def _check_header(header: dict[str, Any], body_bytes: int) -> list[_Entry]:
+def _check_header(header: Json, body_bytes: int) -> list[_Entry]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _HeaderError("expected __metadata__ from strings to strings")
@@ -229,7 +230,7 @@ def _write(
     dtypes: Mapping[str, str] | None = None,
 ) -> WrittenSlice:  # fmt: skip
     # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
-    header: dict[str, Any] = {}
+    header: Json = {}
     arrays, offset = [], 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         array = np.ascontiguousarray(tensors[name])

@@ -28,6 +28,7 @@ from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
+from forebay.json_types import Json
 from forebay.storage.compression import limit_large_blocks
 from forebay.storage.remote_path import RemotePath
 
@@ -79,7 +80,7 @@ class ExternalDataset(Dataset, ABC):
         files: Sequence[Path],
         marks: Sequence[bytes],
         parts: Sequence[ExternalSlice],
-        settings: dict[str, Any] | None = None,
+        settings: Json | None = None,
     ) -> None:
         self.format, self.files, self.parts = kind, list(files), list(parts)
         self._marks = list(marks)
@@ -102,7 +103,7 @@ class ExternalDataset(Dataset, ABC):
         )
         super().__init__(path, manifest, table, described.hexdigest())
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """As of Forebay's own datasets, and `format`: the format's name."""
         checked = "sizes, index and samples of the bytes; `forebay verify` reads all"
         left_out = {"left out": ", ".join(self.left_out)} if self.left_out else {}

@@ -26,6 +26,7 @@ from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
+from forebay.json_types import Json
 
 _EXPECTED = "LitData's index of chunks neither encrypted nor framed (compression_level='chunk')"
 _NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
@@ -173,7 +174,7 @@ def _encoding(kind: blocks.ColumnKind) -> Encoding:
 
 def _spec(names: list[str] | None) -> str:
     """LitData's spelling of a dict of leaves, or of one leaf."""
-    leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+    leaf: Json = {"type": None, "context": None, "children_spec": []}
     if names is None:
         return orjson.dumps([1, leaf]).decode()
     context, children = orjson.dumps(names).decode(), [leaf] * len(names)
@@ -181,11 +182,11 @@ def _spec(names: list[str] | None) -> str:
 
 
 def _write_chunks(
-    samples: Iterable[bytes], out: Path, options: ConvertOptions, config: dict[str, Any], itemsize: int,
+    samples: Iterable[bytes], out: Path, options: ConvertOptions, config: Json, itemsize: int,
     digest: Callable[[], str],
 ) -> list[Path]:  # fmt: skip
     out.mkdir()
-    chunks: list[dict[str, Any]] = []
+    chunks: list[Json] = []
     for num_samples, raw, packed in blocks.build_blocks(samples, options, "LitData"):
         name = f"chunk-0-{len(chunks)}.{'zstd.' if packed is not None else ''}bin"
         (out / name).write_bytes(raw if packed is None else packed)

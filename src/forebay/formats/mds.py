@@ -28,6 +28,7 @@ from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
+from forebay.json_types import Json
 
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
 _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
@@ -236,7 +237,7 @@ def _write_shards(
         "version": 2,
     }
     out.mkdir()
-    shards, files = list[dict[str, Any]](), list[Path]()
+    shards, files = list[Json](), list[Path]()
     head = json.dumps(settings, sort_keys=True).encode()
     for num_samples, raw, packed in blocks.build_blocks(samples, options, "MDS", head):
         name = f"shard.{len(shards):05d}.mds"
@@ -251,7 +252,7 @@ def _write_shards(
     return [*files, Path(INDEX_FILE)]
 
 
-def _described(name: str, data: bytes) -> dict[str, Any]:
+def _described(name: str, data: bytes) -> Json:
     return {"basename": name, "bytes": len(data), "hashes": {"sha256": hashlib.sha256(data).hexdigest()}}
 
 

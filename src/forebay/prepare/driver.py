@@ -29,6 +29,7 @@ from forebay.errors import (
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, OutputBudget
 from forebay.formats.parquet import recorded_columns
+from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.order.step_index import check_integer
 from forebay.prepare.config import apply_settings, load_recipe, merge
@@ -51,7 +52,6 @@ from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError, d
 from forebay.prepare.run_tokenizer import open_tokenizer, train
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.scores.base import TYPES, annotating, segments, without_scoring
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks import keys

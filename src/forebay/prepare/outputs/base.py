@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError, printable
+from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import describe_sample
-from forebay.prepare.settings import Json
 from forebay.prepare.stats import Usage, bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons

@@ -24,13 +24,13 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.layout import KEY
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.formats.sources import table_of_stream
+from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
 from forebay.prepare.tasks.keys import hash_json

@@ -38,13 +38,13 @@ from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.inputs import InputSplit
 from forebay.formats.token_stream import MAX_TOKENS
+from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import read_items
 from forebay.prepare.extend import link_slices, parent_of
 from forebay.prepare.outputs.base import MarkedOutput, Output, WrittenFile, conclude, counts_of, no_documents, put_file
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.encode import EncodeTask, encode, left_out_rows
 from forebay.prepare.tasks.keys import hash_json

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from forebay.json_types import Json
 from forebay.prepare.documents import Map, Stage, part_batches
 from forebay.prepare.scores.base import number_column
-from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json

@@ -19,11 +19,11 @@ import pyarrow as pa
 from forebay.errors import ForebayError, PrepareError
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record
+from forebay.json_types import Json
 from forebay.prepare.compiled import work_time
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import StageStats, mix64, peak_bytes, text_bytes
 from forebay.storage.store import Store

@@ -20,6 +20,7 @@ import pyarrow as pa
 from forebay.formats.inputs import InputSplit, ReadOptions, ReadTrace, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
+from forebay.json_types import Json
 from forebay.prepare.compiled import work_time
 from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
@@ -27,7 +28,6 @@ from forebay.prepare.engines.sandbox import run_in_fork, set_activity
 from forebay.prepare.inputs import read_split, text_format
 from forebay.prepare.path_lists import downloaded
 from forebay.prepare.progress import MAX_LISTED, TaskCounts, tick
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart

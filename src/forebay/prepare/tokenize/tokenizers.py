@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from forebay.arrays import Array
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError, error_text
+from forebay.json_types import Json
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
@@ -253,7 +254,7 @@ def _describe(
     return TokenizerFile(description, data, max(vocab.values()) + 1, eos_id, bos_id, kind)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> Json:
     try:
         plain = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -309,7 +310,7 @@ def encode_batch(tokenizer: HubTokenizer, texts: Sequence[str]) -> list[Any]:
     return encodings
 
 
-def _growth(normalizer: dict[str, Any]) -> int:
+def _growth(normalizer: Json) -> int:
     growth = max(1, len(normalizer.get("content") or normalizer.get("prepend") or ""))
     for part in normalizer.get("normalizers", ()):
         growth *= _growth(part)
