@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from forebay.arrays import U8, U16, U32, U64, Array
+from forebay.arrays import U8, U16, U32, U64, Array, DType
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_atomic
@@ -33,7 +33,7 @@ _CODES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
     "BF16": "<u2", "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
 }  # fmt: skip
-DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _CODES.items()}
+DTYPES: dict[str, DType] = {name: np.dtype(code) for name, code in _CODES.items()}
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "BF16")}
 
 

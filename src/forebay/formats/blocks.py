@@ -23,7 +23,7 @@ import pyarrow as pa
 import zstandard
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from forebay.arrays import I64, U8, U64, Array
+from forebay.arrays import I64, U8, U64, Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external, tables
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
@@ -358,7 +358,7 @@ class TokenColumn:
     """Where the tokens are in a sample."""
 
     name: str
-    kind: np.dtype[Any]  # Type of a token.
+    kind: DType  # Type of a token.
     index: int  # Among all columns.
     sizes: Sequence[int | None]  # Bytes of each column, None where each sample says it.
     length: int | None = None  # Tokens in a sample, where fixed.

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay import maps
-from forebay.arrays import U8, U64, Array
+from forebay.arrays import U8, U64, Array, DType
 from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
@@ -313,7 +313,7 @@ def fingerprints(paths: Sequence[Path]) -> list[bytes]:
         return list(pool.map(lambda path: fingerprint(path, len(paths)), paths))
 
 
-def token_dtype(dtype: Any) -> np.dtype[Any]:
+def token_dtype(dtype: Any) -> DType:
     """Return the integer type that a user names: `U16`, `uint16`, `int64`, `np.uint32` …; little-endian."""
     try:
         text = dtype.lower() if isinstance(dtype, str) else None
@@ -327,12 +327,12 @@ def token_dtype(dtype: Any) -> np.dtype[Any]:
     return kind
 
 
-def stored_dtype(kind: np.dtype[Any]) -> str:
+def stored_dtype(kind: DType) -> str:
     """Return `U16` or `U32`: the type in which tokens of an integer type are returned."""
     return "U16" if kind.itemsize <= 2 else "U32"
 
 
-def common_dtype(path: Path, kinds: Iterable[np.dtype[Any]]) -> str:
+def common_dtype(path: Path, kinds: Iterable[DType]) -> str:
     """Return `U16` or `U32` of the files of a dataset. Raises DatasetError if they differ, or there are none."""
     distinct = set(kinds)
     names = {stored_dtype(kind) for kind in distinct}

@@ -21,7 +21,7 @@ import orjson
 import pyarrow as pa
 from pydantic import BaseModel, Field
 
-from forebay.arrays import I64, U8, Array
+from forebay.arrays import I64, U8, Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.files import path_below
 from forebay.formats import blocks, external, layout
@@ -268,7 +268,7 @@ def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
     raise DatasetError(f"{path}: it is missing, and so is its compressed form. Fetch it again.")
 
 
-def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> Array:
+def _decode_array(dtype: DType, shape: tuple[int, ...] | None, data: bytes) -> Array:
     start = 0
     if shape is None:
         dims, width = data[0] >> 2, 1 << (data[0] & 3)
@@ -297,7 +297,7 @@ def _schema(shard: MdsShard, column: str | None = None) -> pa.Schema:
     return pa.schema(kinds)
 
 
-def _array_type(path: Path, encoding: str) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
+def _array_type(path: Path, encoding: str) -> tuple[DType, tuple[int, ...] | None]:
     """The type of an array, and its shape where it is fixed."""
     kind, _, shape = encoding.removeprefix("ndarray:").partition(":")
     if shape and not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", shape):
@@ -305,7 +305,7 @@ def _array_type(path: Path, encoding: str) -> tuple[np.dtype[Any], tuple[int, ..
     return np.dtype(_TYPES[kind]), tuple(map(int, shape.split(","))) if shape else None
 
 
-def _bytes_type(path: Path, name: str, dtype: Any) -> np.dtype[Any]:
+def _bytes_type(path: Path, name: str, dtype: Any) -> DType:
     if dtype is None:
         raise UsageError(
             f"{path}: column {name} is bytes, of no known type. Say it: open_external(PATH, dtype='int64') (LLM "

@@ -6,12 +6,11 @@ A format's `check` fills a `Report`: metadata, findings, and the tokens, whose i
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.arrays import Array
+from forebay.arrays import Array, DType
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
@@ -50,7 +49,7 @@ class CheckOptions:
         max_bytes: Read of one file or dataset where `full` is False.
     """
 
-    dtype: np.dtype[Any] | None = None
+    dtype: DType | None = None
     vocab_size: int = 0
     full: bool = False
     max_bytes: int = 256 << 20

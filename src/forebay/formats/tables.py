@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
 
-from forebay.arrays import I64, Array
+from forebay.arrays import I64, Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, Written
 from forebay.formats.detect import detect
@@ -74,7 +74,7 @@ def rows_at_once(row_bytes: float) -> int:
     return max(1, min(1 << 16, int(BATCH_BYTES // max(1.0, row_bytes))))
 
 
-def field_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], kind: str = "") -> pa.Field:
+def field_of(name: str, dtype: DType, shape: tuple[int, ...], kind: str = "") -> pa.Field:
     """The column that holds rows of an array: `shape` is a row's, `kind` the type, of which it may have the bits."""
     value = pa.from_numpy_dtype(dtype)
     metadata = {DTYPE_KEY: kind.encode()} if kind in _BITS else None

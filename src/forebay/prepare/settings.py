@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forebay.errors import UsageError, did_you_mean
-from forebay.json_types import Json
 
 Number = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

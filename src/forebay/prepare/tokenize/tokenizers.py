@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
-from forebay.arrays import Array
+from forebay.arrays import Array, DType
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError, error_text
 from forebay.json_types import Json
@@ -83,7 +82,7 @@ class TokenizerFile:
         return "U16" if self.vocab_size <= 1 << 16 else "U32"
 
     @property
-    def numpy_dtype(self) -> np.dtype[Any]:
+    def numpy_dtype(self) -> DType:
         """`dtype` in NumPy, little endian."""
         return TOKEN_DTYPES[self.dtype]
 
