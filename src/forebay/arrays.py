@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+DType = np.dtype[Any]
 BOOL = NDArray[np.bool_]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

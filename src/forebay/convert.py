@@ -19,7 +19,7 @@ from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.errors import DatasetError, PrintableUrl, UsageError, unknown_name
-from forebay.files import sync_directory, sync_file
+from forebay.files import sync_file
 from forebay.formats.base import get_format, names_with
 from forebay.formats.bucket_sink import remove_path, stage_beside, write_to_bucket
 from forebay.formats.conversion import (
@@ -51,7 +51,7 @@ class ConversionReport:
     out: Path | str  # What was written; of a bucket its URL.
     written: Written  # Its files and counts.
     num_bytes: int  # Of the files.
-    id: str = ""  # Of a dataset.
+    id: str  # Of a dataset.
 
     def to_json(self) -> dict[str, Any]:
         """As the attributes say."""
@@ -199,6 +199,6 @@ def _commit(staged: Path, out: Path) -> None:
         except BaseException:
             old.rename(out)
             raise
-        sync_directory(out.parent)
+        sync_file(out.parent)
         remove_path(old)
-    sync_directory(out.parent)
+    sync_file(out.parent)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from forebay.dataset.reader import open_dataset
 from forebay.errors import ForebayError, NetworkError
+from forebay.json_types import Json
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.certificates import verify_certificate
@@ -49,12 +49,12 @@ class NodeProcess:
                 start_new_session=True,  # Ctrl-C reaches this process only, which ends the others in order.
             )  # fmt: skip
 
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[Json]:
         """The JSON objects that it has printed so far, each in a line; a worker's command may print other lines."""
         lines = self._stdout.read_bytes().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}\n")]
 
-    def wait_ready(self) -> dict[str, Any]:
+    def wait_ready(self) -> Json:
         """The first line of a server."""
         deadline = time.monotonic() + 60
         while not (messages := self.messages()):
@@ -108,7 +108,7 @@ def run_demo(
     print("demo: ok")
 
 
-def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, command: Sequence[str]) -> dict[str, Any]:
+def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, command: Sequence[str]) -> Json:
     """Start all nodes, train one epoch, verify the ledger; return the fields of the summary."""
 
     def start(label: str, *arguments: object, command: Sequence[str] = ()) -> NodeProcess:
@@ -188,7 +188,7 @@ def _train(client: Client, address: str, start_worker: Callable[[str], NodeProce
     return int(status["samples_used"]), nodes
 
 
-def _print_summary(s: dict[str, Any]) -> None:
+def _print_summary(s: Json) -> None:
     loss = f", loss {s['loss_from']:.3f} → {s['loss_to']:.3f}" if s["loss_to"] is not None else ""
     killed = ", ".join(name for name, worker in s["workers"].items() if worker["killed"]) or "none: use more text"
     print(f"""

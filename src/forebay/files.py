@@ -101,7 +101,7 @@ def commit_files(files: Mapping[Path, Path]) -> None:
     for path, final in files.items():
         path.replace(final)
     for directory in {final.parent for final in files.values()}:
-        sync_directory(directory)
+        sync_file(directory)
 
 
 def open_below(folder: Path, name: str) -> BinaryIO:
@@ -146,17 +146,12 @@ def nothing_there(path: str | Path, advice: str = "Check the path.") -> str:
 
 
 def sync_file(path: str | Path) -> None:
-    """Flush a file to disk. Raises OSError."""
+    """Flush a file, or the names in a directory, to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_directory(path: str | Path) -> None:
-    """Flush the names in a directory to disk. Raises OSError."""
-    sync_file(path)
 
 
 def remove_stale(directory: Path) -> None:

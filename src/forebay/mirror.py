@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from forebay.fetch.downloads import Workers
 from forebay.fetch.engine import RunFetcher
 from forebay.fetch.runs import Sources
 from forebay.fetch.transfers import FileTransfer, map_path_of
+from forebay.json_types import Json
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.addresses import is_bucket
@@ -126,9 +126,9 @@ def mirror(
 
 def mirror_by_swarm(
     dataset: RemoteDataset, to: str | Path, *, share: bool | str, start: int = 0, stop: int | None = None,
-    connections: int = 16, upload_bytes_per_s: float | None = None, linger_s: float = 60.0,
+    connections: int = 16, linger_s: float = 60.0,
     on_progress: OnProgress = lambda _: None,
-) -> tuple[MirrorReport, dict[str, Any]]:  # fmt: skip
+) -> tuple[MirrorReport, Json]:  # fmt: skip
     """Like `mirror`, from a swarm to a directory; also returns the figures of the swarm.
 
     `share`: see SwarmMember. After the copy it serves slices until none was requested for 5 s, for `linger_s` at most.
@@ -147,9 +147,7 @@ def mirror_by_swarm(
     with (
         _open_target(to) as target,
         RunFetcher(connections) as fetcher,
-        SwarmMember(
-            dataset, files, is_present.copy, fetcher.wake, share=share, upload_bytes_per_s=upload_bytes_per_s
-        ) as member,
+        SwarmMember(dataset, files, is_present.copy, fetcher.wake, share=share) as member,
     ):
         member.files[CHUNKS_FILE] = Path(target.store.url) / CHUNKS_FILE  # served as soon as it exists
         report = _mirror(
@@ -340,7 +338,7 @@ def holds_shards(source: str) -> bool:
 
 def mirror_shards(
     source: str, to: str | Path, *, shards: slice | None, max_workers: Workers, on_progress: OnProgress
-) -> dict[str, Any]:
+) -> Json:
     """Copy shards; those that the target has are skipped. Returns JSON: indexes of the shards, and bytes.
 
     Args:

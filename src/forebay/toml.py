@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import UsageError
+from forebay.json_types import Json
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
+def read_toml(path: str | Path) -> Json:
     """Tables of a TOML file. Raises UsageError if it cannot be read or parsed."""
     try:
         data = Path(path).read_bytes()
@@ -26,7 +27,7 @@ def decode(data: bytes, file: object) -> str:
         raise UsageError(f"{file}: expected TOML in UTF-8: {error.reason} at byte {error.start}.") from error
 
 
-def parse_toml(text: str, file: object) -> dict[str, Any]:
+def parse_toml(text: str, file: object) -> Json:
     """Tables of a TOML text; errors name `file`. Raises UsageError if it cannot be parsed."""
     try:
         return tomllib.loads(text)
@@ -37,9 +38,9 @@ def parse_toml(text: str, file: object) -> dict[str, Any]:
         raise UsageError(f"{file}:{line}: expected TOML: {reason}.") from error
 
 
-def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+def parse_settings(texts: Iterable[str]) -> Json:
     """`KEY=VALUE` texts as nested tables: dots separate keys; a value is TOML, or else a string."""
-    tables: dict[str, Any] = {}
+    tables: Json = {}
     for text in texts:
         keys, equals, value = text.partition("=")
         if not equals or not keys.strip():

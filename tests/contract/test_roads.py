@@ -109,7 +109,7 @@ def test_a_road_keeps_its_promises(folder, origin, case, tmp_path, monkeypatch):
             if cached:
                 settings, footprints = loader.plan.cache, loader.plan.footprints(loader.plan.cache)
                 counts.update(requests=stats["requests"], bytes=stats["fetched_bytes"])
-                requests = num_requests(footprints, budget, settings.neighbour_bytes(1))
+                requests = num_requests(footprints, budget, settings.neighbour_bytes())
                 planned = Counter(
                     requests=sum(requests), bytes=sum(int(of.fetch_ratio(budget) * of.num_bytes) for of in footprints)
                 )

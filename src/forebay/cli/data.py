@@ -26,6 +26,7 @@ from forebay.cli.arguments import (
 )
 from forebay.cli.running import add_from_urls
 from forebay.errors import MALFORMED, DatasetError, ForebayError, PrepareError, UsageError
+from forebay.json_types import Json
 from forebay.toml import parse_settings
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _open(args: Namespace) -> Any:
         raise error
 
 
-def _plain_item(item: Any) -> dict[str, Any]:
+def _plain_item(item: Any) -> Json:
     """A document, without tokens if it has text; or a row, with large arrays shortened."""
     if isinstance(item, dict):
         return {
@@ -145,7 +146,7 @@ def _show_report(args: Namespace) -> None:
     print_result(args, report, render_text(report, load_times(path)), f"Full report: {page_of(path)}")
 
 
-def _unfinished(path: str) -> dict[str, Any] | None:
+def _unfinished(path: str) -> Json | None:
     """The record of a run without a report, or with tasks that failed, and these tasks; None of a complete one."""
     from forebay.prepare.progress import read_failures, read_progress
     from forebay.prepare.report import REPORT_FILE

@@ -13,6 +13,7 @@ from forebay.cli.arguments import address, days, file, folder, positive, print_r
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
+from forebay.json_types import Json
 from forebay.network.peer import ROLES, Scope
 from forebay.storage.retry import log_while_waiting
 from forebay.units import numbered
@@ -77,7 +78,7 @@ def _network_join(args: Namespace) -> None:
     )  # fmt: skip
 
 
-def _node_fields(identity: Any) -> dict[str, Any]:
+def _node_fields(identity: Any) -> Json:
     return {"name": identity.name, "peer_id": identity.peer_id, "expires": round(identity.expires_at)}
 
 
@@ -155,7 +156,7 @@ def _network_members(args: Namespace) -> None:
     print_result(args, rows, *lines)
 
 
-def _member_rows(directory: Path) -> list[dict[str, Any]]:
+def _member_rows(directory: Path) -> list[Json]:
     """The last certificate of each member of an issuer, and its state; by name."""
     from forebay.network.pki.record import MemberRecord
     from forebay.network.pki.revocation import Revocations
@@ -188,7 +189,7 @@ def _find_member(text: str, issuers: list[Path]) -> str:
 def _network_tokens(args: Namespace) -> None:
     from forebay.network.pki.record import MemberRecord
 
-    record, rows, lines = MemberRecord(args.directory), list[dict[str, Any]](), list[str]()
+    record, rows, lines = MemberRecord(args.directory), list[Json](), list[str]()
     for token in record.tokens.values():
         remaining = token.uses - len(record.users[token.id])
         state = "expired" if time.time() >= token.expires_at else "valid" if remaining > 0 else "used up"
@@ -270,7 +271,7 @@ def _network_show(args: Namespace) -> None:
     revocations.check()
     # A CRL has serial numbers, not peer ids.
     crls = {i: {"number": crl.number, "revoked": len(crl.serials)} for i, crl in revocations.crls().items()}
-    fields: dict[str, Any] = {
+    fields: Json = {
         "kind": kind,
         "name": peer.name,
         "peer_id": peer.peer_id,
@@ -318,7 +319,7 @@ def _check_role(args: Namespace, what: str) -> None:
         )
 
 
-def _days(args: Namespace) -> dict[str, Any]:
+def _days(args: Namespace) -> Json:
     return {"valid_days": args.days} if args.days else {}
 
 

@@ -16,10 +16,10 @@ workers first catch up to the furthest, as each does a part of every step; a dea
 """
 
 from dataclasses import replace
-from typing import Any
 
 from forebay.coordinator import messages
 from forebay.coordinator.messages import Action, RankGeneration, RunMember, RunState
+from forebay.json_types import Json
 
 MAX_SEATS = 4096  # of workers that left, too; those that finished a step longest ago are forgotten first
 
@@ -324,7 +324,7 @@ def is_due(state: RunState, message: messages.MemberMessage) -> bool:
     return True
 
 
-def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> dict[str, Any] | messages.Refuse:
+def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> Json | messages.Refuse:
     """The answer now: a generation, the step to continue to, or to ask again; to a heartbeat, whether to stop."""
     if isinstance(message, messages.Leave):
         return {"left": True}
@@ -343,7 +343,7 @@ def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> dict
     return {"waiting": {"members": len(state.members), "waits_for": waits_for}}
 
 
-def generation_reply(state: RunState, run_id: str) -> dict[str, Any]:
+def generation_reply(state: RunState, run_id: str) -> Json:
     """The current generation; number 0 before the first."""
     generation = state.generation
     if generation is None:
@@ -355,7 +355,7 @@ def generation_reply(state: RunState, run_id: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def config_reply(state: RunState, run_id: str) -> dict[str, Any]:
+def config_reply(state: RunState, run_id: str) -> Json:
     """The settings of the run, and the coordinator's timeouts."""
     shown = {name: getattr(state.rules, name) for name in ("min_workers", "heartbeat_s", "lost_s")}
     return {"run_id": run_id, "config": dict(state.config), "fixed": dict(state.fixed), **shown}

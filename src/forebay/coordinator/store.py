@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from forebay.coordinator import messages
 from forebay.coordinator.messages import STATE_VERSION, Action, Formed, Gap, LogLine, Rules, RunState, Stepped
 from forebay.errors import StateError
+from forebay.json_types import Json
 from forebay.machine import own_directory
 from forebay.storage.locks import locked_error
 
@@ -41,7 +42,7 @@ CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 _STATE = TypeAdapter(RunState)
 # Live members report these again, so they are not worth a write.
 _TRANSIENT = {"seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at"}
-_EXCLUDED: dict[str, Any] = {"rules": True, "changing_at": True, "members": {"__all__": _TRANSIENT}}
+_EXCLUDED: Json = {"rules": True, "changing_at": True, "members": {"__all__": _TRANSIENT}}
 
 
 class RunStore:
@@ -144,7 +145,7 @@ class RunStore:
             case LogLine(text):
                 execute("INSERT INTO notes VALUES (?, ?)", (now, text))
 
-    def generations(self) -> list[dict[str, Any]]:
+    def generations(self) -> list[Json]:
         """Every generation so far, oldest first."""
         rows = self._database.execute("SELECT * FROM generations ORDER BY number")
         return [{**row, "workers": json.loads(row["workers"])} for row in map(dict, rows)]
@@ -154,7 +155,7 @@ class RunStore:
         query = "SELECT generation, start, stop, first_sample, count FROM steps ORDER BY generation, start"
         return self._database.execute(query).fetchall()
 
-    def gaps(self) -> list[dict[str, Any]]:
+    def gaps(self) -> list[Json]:
         """Parts of steps that dead workers did not do; none where workers step together."""
         query = "SELECT generation, worker AS worker_id, rank, start, stop FROM gaps"
         return list(map(dict, self._database.execute(query)))

@@ -7,7 +7,6 @@ Costs one reading of all bytes, for their hashes; writes four small files.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size, hash_slice
 from forebay.dataset.lengths import encode_lengths
@@ -16,6 +15,7 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write, path_below, remove_stale
+from forebay.json_types import Json
 
 
 def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
@@ -81,14 +81,14 @@ def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
     return open_dataset(folder)
 
 
-def _signature(opened: Slice) -> dict[str, Any]:
+def _signature(opened: Slice) -> Json:
     if opened.layout == "tokens":
         kinds = {name: opened.dtypes[name] for name in ("document_ends", "tokens")}
         return {name: [kind, *opened.tensors[name].shape[1:]] for name, kind in kinds.items()}
     return {name: [opened.dtypes[name], *opened.tensors[name].shape[1:]] for name in sorted(opened.tensors)}
 
 
-def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
+def _join(first: Json, second: Json) -> Json | None:
     if first == second:
         return first
     if first.keys() != second.keys():

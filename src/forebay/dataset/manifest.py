@@ -19,10 +19,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.arrays import I32, I64, U8
+from forebay.arrays import I32, I64, U8, DType
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, HashedPieces
 from forebay.dataset.parquet_pages import Footer, pages, read_footer
 from forebay.errors import DatasetError, UsageError
+from forebay.json_types import Json
 
 # The manifest has a field `bytes`, which hides the type's name inside the classes.
 Bytes: TypeAlias = bytes
@@ -42,7 +43,7 @@ _MAX_CHUNKS = 1 << 31  # 128 TiB in chunks of 64 KiB
 MAX_MANIFEST_BYTES = 256 << 20  # A lineage of a million inputs is about 150 MB.
 
 LAYOUTS = ("tokens", "rows")
-TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+TOKEN_DTYPES: dict[str, DType] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 _COUNTS = ("vocab_size", "tokens", "rows", "documents", "slices", "bytes", "lengths_bytes")
 # An empty, `.` or `..` part (so also a leading, trailing or double slash), a backslash, a control character.
 _UNSAFE_NAME = re.compile(r"(?:^|/)\.{0,2}(?:/|\Z)|[\\\x00-\x1f\x7f]")
@@ -78,7 +79,7 @@ class Manifest:
     slices: int
     bytes: int
     table_sha256: str
-    lineage: dict[str, Any]
+    lineage: Json
     chunk_bytes: int
     lengths_bytes: int = 0
     lengths_sha256: str = ""
@@ -90,7 +91,7 @@ class Manifest:
     def of(
         cls,
         table: SliceTable,
-        lineage: dict[str, Any],
+        lineage: Json,
         *,
         name: str,
         layout: str,
@@ -352,7 +353,7 @@ def dataset_id(data: bytes) -> str:
     return Manifest.from_json(data).id
 
 
-def _canonical(plain: dict[str, Any]) -> bytes:
+def _canonical(plain: Json) -> bytes:
     text = json.dumps(plain, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "strict") + b"\n"
 

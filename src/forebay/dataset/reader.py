@@ -29,6 +29,7 @@ from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
 from forebay.files import nothing_there, open_below, path_below
+from forebay.json_types import Json
 from forebay.maps import release_pages
 from forebay.units import numbered
 
@@ -63,7 +64,7 @@ class VerifyReport:
         """`hash`: every byte matches; `structure`: the structure is valid, bytes were not compared; or `bad`."""
         return "bad" if not self.ok else "hash" if self.has_hashes else "structure"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """`{"ok", "bad", "level", "checks", "changed", "missing", "extra"}`."""
         lists = {"changed": self.changed, "missing": self.missing, "extra": self.extra}
         return {"ok": self.ok, "bad": self.bad, "level": self.level, "checks": list(self.checks), **lists}
@@ -330,10 +331,10 @@ class Dataset:
                 f"{row.documents} documents, got {count} {kind} in {documents}. Fetch or prepare it again."
             )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """The output of `forebay inspect --json`."""
         m = self.manifest
-        fields: dict[str, Any] = {"id": self.id, "name": m.name, "layout": m.layout}
+        fields: Json = {"id": self.id, "name": m.name, "layout": m.layout}
         if m.layout == "rows":
             fields |= {"rows": m.rows, "columns": self._columns()}
         else:

@@ -18,10 +18,11 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
-from forebay.arrays import U8, U16, U32, U64, Array
+from forebay.arrays import U8, U16, U32, U64, Array, DType
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_atomic
+from forebay.json_types import Json
 from forebay.maps import map_file
 
 MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
@@ -32,7 +33,7 @@ _CODES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "F8_E4M3": "u1", "F8_E5M2": "u1", "U16": "<u2", "I16": "<i2", "F16": "<f2",
     "BF16": "<u2", "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
 }  # fmt: skip
-DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _CODES.items()}
+DTYPES: dict[str, DType] = {name: np.dtype(code) for name, code in _CODES.items()}
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "BF16")}
 
 
@@ -133,14 +134,14 @@ def _read_header(memory: U8) -> tuple[list[_Entry], int]:
     return _check_header(header, size - base), base
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
     plain = dict(pairs)
     if len(plain) != len(pairs):
         raise _HeaderError("expected each key of the header once, got one twice")
     return plain
 
 
-def _check_header(header: dict[str, Any], body_bytes: int) -> list[_Entry]:
+def _check_header(header: Json, body_bytes: int) -> list[_Entry]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _HeaderError("expected __metadata__ from strings to strings")
@@ -229,7 +230,7 @@ def _write(
     dtypes: Mapping[str, str] | None = None,
 ) -> WrittenSlice:  # fmt: skip
     # Wide types first, then by name, and a header padded to 8 bytes: as the reference does, so all is aligned.
-    header: dict[str, Any] = {}
+    header: Json = {}
     arrays, offset = [], 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
         array = np.ascontiguousarray(tensors[name])
@@ -268,19 +269,16 @@ def hash_file(path: Path | str | BinaryIO) -> str:
         return hashlib.file_digest(cast("io.BufferedReader", file), "sha256").hexdigest()
 
 
-def next_cut(
-    document_ends: Array, start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
-) -> tuple[int, int]:
+def next_cut(document_ends: Array, start: int, total: int, itemsize: int, slice_bytes: int) -> tuple[int, int]:
     """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
 
     And the index after the last document end in (start, stop]. `document_ends`: integers [D], the
-    exclusive ends of documents in the stream of `total` tokens, rising; `first_end` is the index of the
-    first after `start`.
+    exclusive ends of documents after `start` in the stream of `total` tokens, rising.
     """
     budget = slice_bytes - TOKEN_HEADER_BYTES
     low, high = start + 1, min(total, start + budget // itemsize)
     # All ends that can matter, so that each probe searches a short run.
-    near = document_ends[first_end : first_end + budget // 8 + 1]
+    near = document_ends[: budget // 8 + 1]
     while low < high:
         middle = (low + high + 1) // 2
         inside = int(np.searchsorted(near, near.dtype.type(middle), "right"))
@@ -288,4 +286,4 @@ def next_cut(
             low = middle
         else:
             high = middle - 1
-    return low, first_end + int(np.searchsorted(near, near.dtype.type(low), "right"))
+    return low, int(np.searchsorted(near, near.dtype.type(low), "right"))

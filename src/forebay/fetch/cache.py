@@ -69,9 +69,9 @@ class CacheSettings:
             return self.readahead_bytes // 3
         return min(_AHEAD_BYTES, self.budget_bytes // 8) // sharers
 
-    def neighbour_bytes(self, sharers: int) -> int:
-        """How far ahead one of `sharers` fetches what lies beside that, with the same requests."""
-        return NEIGHBOURS_AHEAD * self.ahead_bytes(sharers)
+    def neighbour_bytes(self) -> int:
+        """How far ahead a process that has the cache alone fetches what lies beside that, with the same requests."""
+        return NEIGHBOURS_AHEAD * self.ahead_bytes(1)
 
 
 class NoSpaceError(UsageError):

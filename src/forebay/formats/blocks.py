@@ -23,12 +23,13 @@ import pyarrow as pa
 import zstandard
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from forebay.arrays import I64, U8, U64, Array
+from forebay.arrays import I64, U8, U64, Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external, tables
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
+from forebay.json_types import Json
 from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
 INDEX_FILE = "index.json"
@@ -69,11 +70,11 @@ class ColumnKind:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a format stores a column: its name there, the bytes of every value (None if they differ), and the encoder."""
+    """How a format stores a column: its name there, the encoder, and the bytes of every value (None if they differ)."""
 
     name: str
-    size: int | None
     encode: Encode
+    size: int | None = None
 
 
 def _kinds(source: TableSource, what: str) -> dict[str, ColumnKind]:
@@ -216,7 +217,7 @@ def _block(samples: list[bytes], settings: bytes) -> bytes:
     return b"".join([struct.pack("<I", len(samples)), offsets.astype("<u4").tobytes(), settings, *samples])
 
 
-def merge_indexes(parts: Mapping[str, dict[str, Any]]) -> bytes:
+def merge_indexes(parts: Mapping[str, Json]) -> bytes:
     """Return the index.json of one dataset made of directories, given what begins the names of their files in it.
 
     The parts, values of their index.json in this order, were written with the same schema, without gaps, each by
@@ -249,7 +250,7 @@ def number_of(text: str) -> str:
     return str(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16))
 
 
-def _settings(index: dict[str, Any]) -> Any:
+def _settings(index: Json) -> Any:
     shards = index.get("shards") or [{}]
     return index.get("config") or [shards[0].get(f"column_{name}") for name in ("names", "encodings", "sizes")]
 
@@ -357,7 +358,7 @@ class TokenColumn:
     """Where the tokens are in a sample."""
 
     name: str
-    kind: np.dtype[Any]  # Type of a token.
+    kind: DType  # Type of a token.
     index: int  # Among all columns.
     sizes: Sequence[int | None]  # Bytes of each column, None where each sample says it.
     length: int | None = None  # Tokens in a sample, where fixed.
@@ -451,7 +452,7 @@ def open_blocks(
 
 def _read_rows(
     path: Path, memory: Any, offsets: I64, columns: Sequence[StoredColumn], has_sizes: bool
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Json]:
     """Yield the samples of a block as rows. Raises DatasetError where a value is not what its column says."""
     head = struct.Struct(f"<{sum(column.size is None for column in columns) if has_sizes else 0}I")
     data = memoryview(memory)
@@ -473,7 +474,7 @@ def _read_rows(
         yield row
 
 
-def _weight(row: dict[str, Any]) -> int:
+def _weight(row: Json) -> int:
     return sum(len(value) if isinstance(value, (str, bytes)) else getattr(value, "nbytes", 8) for value in row.values())
 
 

@@ -39,8 +39,14 @@ _DAMAGED = (
 _pdfium = threading.Lock()  # The library is not for several threads.
 
 
-class Pdf(Format):
-    """PDF files."""
+class _Book(Format):
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        for index, file in enumerate(split.files):
+            yield _record(index, file, options, _READERS[self.name], self.name.upper())
+
+
+class Pdf(_Book):
+    """PDF files. A task reads one file: one over which the library dies costs itself alone."""
 
     name = "pdf"
     suffixes = (".pdf",)
@@ -48,13 +54,8 @@ class Pdf(Format):
     def sniff(self, head: bytes) -> bool:
         return b"%PDF-" in head[:1024]
 
-    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        """A task reads one file: one over which the library dies costs itself alone."""
-        for index, file in enumerate(split.files):
-            yield _record(index, file, options, _pdf_text, "PDF")
 
-
-class Epub(Format):
+class Epub(_Book):
     """EPUB files."""
 
     name = "epub"
@@ -63,10 +64,6 @@ class Epub(Format):
 
     def sniff(self, head: bytes) -> bool:
         return head.startswith(b"PK\x03\x04") and b"mimetypeapplication/epub+zip" in head[:128]
-
-    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        for index, file in enumerate(split.files):
-            yield _record(index, file, options, _epub_text, "EPUB")
 
 
 class _RefusedError(PrepareError):
@@ -174,3 +171,6 @@ def _member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
         if len(data) > limit:
             raise _too_large(limit)
     return data
+
+
+_READERS = {"pdf": _pdf_text, "epub": _epub_text}

@@ -39,6 +39,7 @@ from forebay.formats.conversion import (
 )
 from forebay.formats.sources import verify_table
 from forebay.formats.tables import contains, is_bytes
+from forebay.json_types import Json
 from forebay.machine import own_directory
 from forebay.storage.locks import acquire_now
 from forebay.storage.origins import object_state, open_origin
@@ -55,7 +56,7 @@ _NUM_READERS = 16
 _NOT_SETTINGS = ("on_progress", "on_skipped", "sink")  # Of ConvertOptions: they do not change what is written.
 
 
-def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions) -> dict[str, Any]:
+def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions) -> Json:
     """What must be the same in a run that goes on: inputs with their versions, and settings."""
     files = [
         [str(path), path.stat().st_size, path.version if isinstance(path, RemotePath) else str(path.stat().st_mtime_ns)]
@@ -76,7 +77,7 @@ class BucketSink(FileSink):
 
     is_remote = True
 
-    def __init__(self, store: BucketStore, plan: dict[str, Any], options: ConvertOptions) -> None:
+    def __init__(self, store: BucketStore, plan: Json, options: ConvertOptions) -> None:
         super().__init__()
         self._store, self._origin = store, open_origin(store.address)
         self._chunk_bytes = chunk_size(options.slice_bytes)
@@ -272,7 +273,7 @@ def _record_name(index: int) -> str:
     return f"{_RECORDS}/{index:06d}"
 
 
-def compare_plans(url: str, stored: dict[str, Any], plan: dict[str, Any]) -> None:
+def compare_plans(url: str, stored: Json, plan: Json) -> None:
     """Raise DatasetError, which names it, if an input changed, and UsageError if a setting did."""
     changed = sorted(name for name in stored.keys() | plan.keys() if stored.get(name) != plan.get(name))
     if not changed:

@@ -7,12 +7,10 @@ q * scale, |x - q * scale| <= scale / 2, a quarter of the bytes of F32.
 BF16 has no NumPy type: its values travel as their bits, uint16. Cost: about 1 ns a value, 4 ns for `q8`.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.arrays import BOOL, F32, U16, Array
+from forebay.arrays import BOOL, F32, U16, Array, DType
 from forebay.dataset import slices
 from forebay.errors import DatasetError, UsageError
 
@@ -39,7 +37,7 @@ def dtype_name(text: str) -> str:
     return name
 
 
-def name_of_dtype(dtype: np.dtype[Any]) -> str:
+def name_of_dtype(dtype: DType) -> str:
     """SafeTensors' name of a NumPy type (bits of BF16 are `U16`). Raises UsageError if it has none."""
     for name, numpy_dtype in DTYPES.items():
         if name != "BF16" and dtype.newbyteorder("<") == numpy_dtype:

@@ -29,8 +29,8 @@ class Detection:
     """What a file is."""
 
     format: str  # Its format's name; "" if it is of none, then `reason` says what it is instead.
-    compression: str = ""  # "" or `gz`, `zst`, `bz2`, `xz`, `lz4`.
-    reason: str = ""  # What decided.
+    compression: str  # "" or `gz`, `zst`, `bz2`, `xz`, `lz4`.
+    reason: str  # What decided.
     problem: str = ""  # If it is not what its name promises: what was expected, what it is, and what to do.
     encoding: str = ""  # Of text that is not UTF-8, by Python's name; else "".
 

@@ -22,12 +22,13 @@ import numpy as np
 import pyarrow as pa
 
 from forebay import maps
-from forebay.arrays import U8, U64, Array
+from forebay.arrays import U8, U64, Array, DType
 from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
+from forebay.json_types import Json
 from forebay.storage.compression import limit_large_blocks
 from forebay.storage.remote_path import RemotePath
 
@@ -79,7 +80,7 @@ class ExternalDataset(Dataset, ABC):
         files: Sequence[Path],
         marks: Sequence[bytes],
         parts: Sequence[ExternalSlice],
-        settings: dict[str, Any] | None = None,
+        settings: Json | None = None,
     ) -> None:
         self.format, self.files, self.parts = kind, list(files), list(parts)
         self._marks = list(marks)
@@ -102,7 +103,7 @@ class ExternalDataset(Dataset, ABC):
         )
         super().__init__(path, manifest, table, described.hexdigest())
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """As of Forebay's own datasets, and `format`: the format's name."""
         checked = "sizes, index and samples of the bytes; `forebay verify` reads all"
         left_out = {"left out": ", ".join(self.left_out)} if self.left_out else {}
@@ -312,7 +313,7 @@ def fingerprints(paths: Sequence[Path]) -> list[bytes]:
         return list(pool.map(lambda path: fingerprint(path, len(paths)), paths))
 
 
-def token_dtype(dtype: Any) -> np.dtype[Any]:
+def token_dtype(dtype: Any) -> DType:
     """Return the integer type that a user names: `U16`, `uint16`, `int64`, `np.uint32` …; little-endian."""
     try:
         text = dtype.lower() if isinstance(dtype, str) else None
@@ -326,12 +327,12 @@ def token_dtype(dtype: Any) -> np.dtype[Any]:
     return kind
 
 
-def stored_dtype(kind: np.dtype[Any]) -> str:
+def stored_dtype(kind: DType) -> str:
     """Return `U16` or `U32`: the type in which tokens of an integer type are returned."""
     return "U16" if kind.itemsize <= 2 else "U32"
 
 
-def common_dtype(path: Path, kinds: Iterable[np.dtype[Any]]) -> str:
+def common_dtype(path: Path, kinds: Iterable[DType]) -> str:
     """Return `U16` or `U32` of the files of a dataset. Raises DatasetError if they differ, or there are none."""
     distinct = set(kinds)
     names = {stored_dtype(kind) for kind in distinct}

@@ -25,6 +25,7 @@ from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.records import batched
 from forebay.formats.tables import BATCH_BYTES, column_of, field_of, is_bytes, rows_at_once
+from forebay.json_types import Json
 from forebay.machine import num_cores
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
@@ -66,7 +67,7 @@ class Images(Format):
         labels = {name: number for number, name in enumerate(classes)}
 
         def read() -> Iterator[pa.RecordBatch]:
-            rows: Iterator[dict[str, Any]] = (
+            rows: Iterator[Json] = (
                 {"image": path.read_bytes(), "path": path.relative_to(folder).as_posix()}
                 | ({"label": labels[parts[0]]} if classes else {})
                 for path, parts in zip(paths, owners)
@@ -84,7 +85,7 @@ def is_image(head: bytes) -> bool:
     return _BMP.match(head) is not None or _NETPBM.match(head) is not None
 
 
-def with_images(source: TableSource, options: ConvertOptions, rejected: list[dict[str, Any]]) -> TableSource:
+def with_images(source: TableSource, options: ConvertOptions, rejected: list[Json]) -> TableSource:
     """Return the table with its encoded images as arrays; as it is if it has none.
 
     Columns `image` and `label` become `images` and `labels`. How many rows there are is known once all are decoded.

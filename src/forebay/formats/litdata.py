@@ -26,6 +26,7 @@ from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
+from forebay.json_types import Json
 
 _EXPECTED = "LitData's index of chunks neither encrypted nor framed (compression_level='chunk')"
 _NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
@@ -154,28 +155,26 @@ def _encoding(kind: blocks.ColumnKind) -> Encoding:
     dtype = np.dtype(kind.dtype or "u1")
     match kind.name:
         case "text" | "bytes":
-            return Encoding("str" if kind.name == "text" else "bytes", None, blocks.encode_bytes)
+            return Encoding("str" if kind.name == "text" else "bytes", blocks.encode_bytes)
         case "number" if dtype.kind == "b":
-            return Encoding("bool", None, blocks.encode_numbers("?"))
+            return Encoding("bool", blocks.encode_numbers("?"))
         case "number" if dtype.kind == "f":
-            return Encoding("float", None, blocks.encode_numbers("<f8"))
+            return Encoding("float", blocks.encode_numbers("<f8"))
         case "number" if dtype.name != "uint64":
-            return Encoding("int", None, blocks.encode_numbers("<i8"))
+            return Encoding("int", blocks.encode_numbers("<i8"))
         case "vector" if dtype.name in _NUMPY_NUMBERS:
             number = _NUMPY_NUMBERS[dtype.name]
             if kind.shape is None or len(kind.shape) == 1:
-                return Encoding(f"no_header_numpy:{number}", None, blocks.encode_vectors(lambda shape: b""))
+                return Encoding(f"no_header_numpy:{number}", blocks.encode_vectors(lambda shape: b""))
             return Encoding(
-                "numpy",
-                None,
-                blocks.encode_vectors(lambda shape: np.array([number, len(shape), *shape], "<u4").tobytes()),
+                "numpy", blocks.encode_vectors(lambda shape: np.array([number, len(shape), *shape], "<u4").tobytes())
             )
-    return Encoding("json", None, blocks.encode_json)
+    return Encoding("json", blocks.encode_json)
 
 
 def _spec(names: list[str] | None) -> str:
     """LitData's spelling of a dict of leaves, or of one leaf."""
-    leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+    leaf: Json = {"type": None, "context": None, "children_spec": []}
     if names is None:
         return orjson.dumps([1, leaf]).decode()
     context, children = orjson.dumps(names).decode(), [leaf] * len(names)
@@ -183,11 +182,11 @@ def _spec(names: list[str] | None) -> str:
 
 
 def _write_chunks(
-    samples: Iterable[bytes], out: Path, options: ConvertOptions, config: dict[str, Any], itemsize: int,
+    samples: Iterable[bytes], out: Path, options: ConvertOptions, config: Json, itemsize: int,
     digest: Callable[[], str],
 ) -> list[Path]:  # fmt: skip
     out.mkdir()
-    chunks: list[dict[str, Any]] = []
+    chunks: list[Json] = []
     for num_samples, raw, packed in blocks.build_blocks(samples, options, "LitData"):
         name = f"chunk-0-{len(chunks)}.{'zstd.' if packed is not None else ''}bin"
         (out / name).write_bytes(raw if packed is None else packed)

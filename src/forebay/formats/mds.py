@@ -21,13 +21,14 @@ import orjson
 import pyarrow as pa
 from pydantic import BaseModel, Field
 
-from forebay.arrays import I64, U8, Array
+from forebay.arrays import I64, U8, Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.files import path_below
 from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
+from forebay.json_types import Json
 
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
 _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}
@@ -125,7 +126,7 @@ class Mds(layout.ColumnDirectory):
         name, kind = options.column or "tokens", "uint16" if stream.dtype == "U16" else "uint32"
         values = (_shape_header(tokens.shape) + tokens.tobytes() for tokens in documents(stream.parts()))
         samples = (len(value).to_bytes(4, "little") + value for value in values)
-        files = _write_shards(samples, out, options, {name: blocks.Encoding(f"ndarray:{kind}", None, list)})
+        files = _write_shards(samples, out, options, {name: blocks.Encoding(f"ndarray:{kind}", list)})
         return stream.written(files, stream.digest.num_documents)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
@@ -202,19 +203,19 @@ class MdsDataset(blocks.BlockDataset):
 def _encoding(kind: blocks.ColumnKind) -> blocks.Encoding:
     match kind.name:
         case "text":
-            return blocks.Encoding("str", None, blocks.encode_bytes)
+            return blocks.Encoding("str", blocks.encode_bytes)
         case "bytes":
-            return blocks.Encoding("bytes", None, blocks.encode_bytes)
+            return blocks.Encoding("bytes", blocks.encode_bytes)
         case "number" if kind.dtype in _TYPES:
             name = "int" if kind.dtype == "int64" else kind.dtype
-            return blocks.Encoding(name, np.dtype(kind.dtype).itemsize, blocks.encode_numbers(_TYPES[kind.dtype]))
+            return blocks.Encoding(name, blocks.encode_numbers(_TYPES[kind.dtype]), np.dtype(kind.dtype).itemsize)
         case "vector" if kind.dtype in _TYPES and kind.shape is not None and all(kind.shape):
             name = f"ndarray:{kind.dtype}:{','.join(map(str, kind.shape))}"
             size = math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
-            return blocks.Encoding(name, size, blocks.encode_vectors(lambda shape: b""))
+            return blocks.Encoding(name, blocks.encode_vectors(lambda shape: b""), size)
         case "vector" if kind.dtype in _TYPES:
-            return blocks.Encoding(f"ndarray:{kind.dtype}", None, blocks.encode_vectors(_shape_header))
-    return blocks.Encoding("json", None, blocks.encode_json)
+            return blocks.Encoding(f"ndarray:{kind.dtype}", blocks.encode_vectors(_shape_header))
+    return blocks.Encoding("json", blocks.encode_json)
 
 
 def _shape_header(shape: tuple[int, ...]) -> bytes:
@@ -236,7 +237,7 @@ def _write_shards(
         "version": 2,
     }
     out.mkdir()
-    shards, files = list[dict[str, Any]](), list[Path]()
+    shards, files = list[Json](), list[Path]()
     head = json.dumps(settings, sort_keys=True).encode()
     for num_samples, raw, packed in blocks.build_blocks(samples, options, "MDS", head):
         name = f"shard.{len(shards):05d}.mds"
@@ -251,7 +252,7 @@ def _write_shards(
     return [*files, Path(INDEX_FILE)]
 
 
-def _described(name: str, data: bytes) -> dict[str, Any]:
+def _described(name: str, data: bytes) -> Json:
     return {"basename": name, "bytes": len(data), "hashes": {"sha256": hashlib.sha256(data).hexdigest()}}
 
 
@@ -267,7 +268,7 @@ def _find_block(folder: Path, shard: MdsShard) -> blocks.Block:
     raise DatasetError(f"{path}: it is missing, and so is its compressed form. Fetch it again.")
 
 
-def _decode_array(dtype: np.dtype[Any], shape: tuple[int, ...] | None, data: bytes) -> Array:
+def _decode_array(dtype: DType, shape: tuple[int, ...] | None, data: bytes) -> Array:
     start = 0
     if shape is None:
         dims, width = data[0] >> 2, 1 << (data[0] & 3)
@@ -296,7 +297,7 @@ def _schema(shard: MdsShard, column: str | None = None) -> pa.Schema:
     return pa.schema(kinds)
 
 
-def _array_type(path: Path, encoding: str) -> tuple[np.dtype[Any], tuple[int, ...] | None]:
+def _array_type(path: Path, encoding: str) -> tuple[DType, tuple[int, ...] | None]:
     """The type of an array, and its shape where it is fixed."""
     kind, _, shape = encoding.removeprefix("ndarray:").partition(":")
     if shape and not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", shape):
@@ -304,7 +305,7 @@ def _array_type(path: Path, encoding: str) -> tuple[np.dtype[Any], tuple[int, ..
     return np.dtype(_TYPES[kind]), tuple(map(int, shape.split(","))) if shape else None
 
 
-def _bytes_type(path: Path, name: str, dtype: Any) -> np.dtype[Any]:
+def _bytes_type(path: Path, name: str, dtype: Any) -> DType:
     if dtype is None:
         raise UsageError(
             f"{path}: column {name} is bytes, of no known type. Say it: open_external(PATH, dtype='int64') (LLM "

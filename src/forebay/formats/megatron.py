@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.arrays import I32, I64, U8, U64, Array
+from forebay.arrays import I32, I64, U8, U64, Array, DType
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
@@ -43,7 +43,7 @@ class Index:
     idx: Path
     data: Path
     data_bytes: int  # Of the .bin.
-    kind: np.dtype[Any]  # Type of a token in it.
+    kind: DType  # Type of a token in it.
     lengths: I32  # [S], of the index's map, not aligned; so are the next two.
     pointers: I64  # [S].
     bounds: I64  # [D].
@@ -215,7 +215,7 @@ def read_index(idx: Path, data: Path) -> Index:
     return Index(idx, data, data_bytes, kind, lengths, pointers, documents, total)
 
 
-def _header(idx: Path, memory: U8) -> tuple[np.dtype[Any], int, int]:
+def _header(idx: Path, memory: U8) -> tuple[DType, int, int]:
     head = memory[:_HEADER_BYTES].tobytes()
     if len(head) < _HEADER_BYTES or head[:9] != MAGIC:
         raise DatasetError(f"{idx}: expected Megatron's index, got {head[:9]!r} in {len(memory)} bytes.")

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from forebay.arrays import Array
+from forebay.arrays import Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
@@ -89,7 +89,7 @@ class ArrayFile:
     path: Path
     open: Callable[[], AbstractContextManager[Any]]
     start: int
-    dtype: np.dtype[Any]
+    dtype: DType
     rows: int
     shape: tuple[int, ...]
 

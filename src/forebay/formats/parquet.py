@@ -27,13 +27,14 @@ from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import SPLIT_BYTES, Extents, InputFile, InputSplit, ReadOptions, open_stored
 from forebay.formats.records import Record, batched
 from forebay.formats.tables import rows_at_once, write_parts
+from forebay.json_types import Json
 
 _BATCH_ROWS = 4096
 _RUN_BYTES = 64 << 20
 _GROUP_BYTES = 8 << 20
 _CODECS = ("zstd", "snappy", "none")
 COLUMNS_KEY = b"forebay.columns"  # Of the metadata of a file that `prepare` wrote: its columns as JSON.
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Json = {
     "buffer_size": 1 << 20,  # Read pages as they are needed, not whole column chunks.
     "pre_buffer": False,
     "page_checksum_verification": True,
@@ -131,7 +132,7 @@ class Parquet(ColumnFormat):
         return write_parts(table, out, options, ".parquet", open_part, group_bytes=group_bytes)
 
 
-def recorded_columns(file: InputFile) -> dict[str, Any]:
+def recorded_columns(file: InputFile) -> Json:
     """What `--to parquet` recorded of a file's columns, by name: `kind`, and `scorer` of a score."""
     try:
         with _open(file) as parquet:

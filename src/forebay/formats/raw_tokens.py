@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.arrays import U8, Array
+from forebay.arrays import U8, Array, DType
 from forebay.errors import ForebayError, UsageError
 from forebay.formats import vectors
 from forebay.formats.base import Format
@@ -24,7 +24,7 @@ _HEAD_BYTES = 4 << 20
 _WINDOW_BYTES = 1 << 20
 _ZERO_BYTES = 4096
 _MIN_GUESSED_BYTES = 128
-_Extent = tuple[int, int, np.dtype[Any]]  # The bytes of the first token and after the last, and their type.
+_Extent = tuple[int, int, DType]  # The bytes of the first token and after the last, and their type.
 
 
 class RawTokens(Format):
@@ -188,7 +188,7 @@ def _check_windows(report: Report, tokens: Array) -> None:
         report.read_bytes += window.nbytes
 
 
-def _check_ids(report: Report, dtype: np.dtype[Any]) -> None:
+def _check_ids(report: Report, dtype: DType) -> None:
     try:
         ids = vectors.ids_of(report.path)
         if ids is None:

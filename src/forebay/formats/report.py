@@ -6,18 +6,18 @@ A format's `check` fills a `Report`: metadata, findings, and the tokens, whose i
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.arrays import Array
+from forebay.arrays import Array, DType
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import TableSource
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.inputs import TEXT_KEYS
+from forebay.json_types import Json
 
 _MAX_FINDINGS = 1000  # Of one file or dataset.
 _FETCH = "fetch or write it again"
@@ -49,7 +49,7 @@ class CheckOptions:
         max_bytes: Read of one file or dataset where `full` is False.
     """
 
-    dtype: np.dtype[Any] | None = None
+    dtype: DType | None = None
     vocab_size: int = 0
     full: bool = False
     max_bytes: int = 256 << 20
@@ -95,7 +95,7 @@ class Report:
     path: Path
     options: CheckOptions = field(default_factory=CheckOptions)
     kind: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Json = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     depth: str = "all"
     read_bytes: int = 0
@@ -137,7 +137,7 @@ class Report:
         """Whether it was checked, at least in part, and nothing was found."""
         return self.depth != "none" and not self.findings
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the report as plain values."""
         findings = [{**asdict(finding), "advice": finding.advice} for finding in self.findings]
         values = {name: getattr(self, name) for name in ("kind", "ok", "depth", "read_bytes", "total_bytes")}

@@ -36,6 +36,7 @@ from forebay.formats.images import with_images
 from forebay.formats.layout import KEY, is_token_list
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.token_stream import build_stream, slices_of
+from forebay.json_types import Json
 
 REJECTS_FILE = "rejects.jsonl"
 _IGNORED = -100
@@ -160,7 +161,7 @@ class ForebayDataset(Format):
         """A dataset of layout `rows`."""
         if options.compress not in ("", "none"):
             raise UsageError(f"--set compress: expected none for forebay, got {options.compress!r}. Leave it out.")
-        rejected: list[dict[str, Any]] = []
+        rejected: list[Json] = []
         table = with_images(source, options, rejected)
         columns, left_out = _columns(table.schema, options, {} if table.format in _ARRAYS else _ROW_DTYPES)
         (out / "slices").mkdir(parents=True)
@@ -282,8 +283,8 @@ class _Writer:
 
 
 def _finish(
-    out: Path, slices: Sequence[OutputFile], names: list[str], options: ConvertOptions, lineage: dict[str, Any],
-    properties: dict[str, Any],
+    out: Path, slices: Sequence[OutputFile], names: list[str], options: ConvertOptions, lineage: Json,
+    properties: Json,
 ) -> tuple[Path, ...]:  # fmt: skip
     """Write what belongs to all slices, the manifest last; return all files, with other `names`."""
     rows = [

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forebay.arrays import Array
+from forebay.arrays import Array, DType
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, local_path
 from forebay.dataset.slices import hash_file
@@ -135,7 +135,7 @@ def write_shards(
     return [Shard(n, *pair, min(full, total - n * full)) for n, pair in enumerate(zip(files[1::2], files[::2]))]
 
 
-def _samples(stream: TokenStream, kind: np.dtype[Any], seq_len: int, digest: TokenDigest) -> Iterator[Array]:
+def _samples(stream: TokenStream, kind: DType, seq_len: int, digest: TokenDigest) -> Iterator[Array]:
     pending = np.empty(0, kind)
     for part in stream.parts():
         pending = np.concatenate([pending, part.tokens])

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import zstandard
 
-from forebay.arrays import I64, Array
+from forebay.arrays import I64, Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, Written
 from forebay.formats.detect import detect
@@ -30,10 +30,11 @@ from forebay.formats.external import read_head
 from forebay.formats.inputs import InputFile, ReadOptions, open_input
 from forebay.formats.records import batched
 from forebay.formats.report import Report
+from forebay.json_types import Json
 from forebay.storage.compression import sniff_compression
 from forebay.storage.remote_path import RemotePath
 
-Rows: TypeAlias = list[dict[str, Any]]
+Rows: TypeAlias = list[Json]
 BATCH_BYTES = 16 << 20
 BATCH_ROWS = 4096  # Of a batch that is made of rows as Python has them.
 DTYPE_KEY = b"forebay.dtype"  # Of a field's metadata: the type that bits in the column are of, as `BF16`.
@@ -73,7 +74,7 @@ def rows_at_once(row_bytes: float) -> int:
     return max(1, min(1 << 16, int(BATCH_BYTES // max(1.0, row_bytes))))
 
 
-def field_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], kind: str = "") -> pa.Field:
+def field_of(name: str, dtype: DType, shape: tuple[int, ...], kind: str = "") -> pa.Field:
     """The column that holds rows of an array: `shape` is a row's, `kind` the type, of which it may have the bits."""
     value = pa.from_numpy_dtype(dtype)
     metadata = {DTYPE_KEY: kind.encode()} if kind in _BITS else None
@@ -297,7 +298,7 @@ def open_samples(name: str, batches: Callable[[], Iterator[tuple[str, Rows, int]
     return TableSource(name, schema, None, read)
 
 
-def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
+def _without_arrays(row: Json, arrays: Container[str] = ()) -> Json:
     return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
 
 

@@ -101,7 +101,7 @@ class TokenStream:
     closed: bool
     max_id: int
     options: ConvertOptions
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     digest: TokenDigest = field(default_factory=TokenDigest)
     num_written: tuple[int, int] = (0, 0)
 
@@ -233,7 +233,7 @@ def _joined(parts: list[TokenPart]) -> TokenPart:
 def _cut(part: TokenPart, size: int, itemsize: int, slice_bytes: int) -> tuple[TokenPart, TokenPart]:
     stop = min(size, len(part.tokens))
     if len(part.tokens):
-        stop = next_cut(part.document_ends, 0, 0, len(part.tokens), itemsize, slice_bytes)[0]
+        stop = next_cut(part.document_ends, 0, len(part.tokens), itemsize, slice_bytes)[0]
     last = int(np.searchsorted(part.document_ends, np.uint64(stop), "right"))
     rest = TokenPart(part.tokens[stop:], part.document_ends[last:] - np.uint64(stop))
     return TokenPart(part.tokens[:stop], part.document_ends[:last]), rest

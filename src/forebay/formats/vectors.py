@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from forebay.arrays import U8, U64, Array
+from forebay.arrays import U8, U64, Array, DType
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external
 from forebay.formats.detect import detect
@@ -50,7 +50,7 @@ class Vector:
 
     path: Path
     offset: int  # Bytes of the header.
-    kind: np.dtype[Any]  # Type of the integers.
+    kind: DType  # Type of the integers.
     count: int
     file_bytes: int  # Of the whole file: offset + count * itemsize.
 
@@ -159,13 +159,13 @@ def sample_id(tokens: Array) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def npy_header(dtype: np.dtype[Any], count: int) -> bytes:
+def npy_header(dtype: DType, count: int) -> bytes:
     """Return NumPy's header of a vector: 128 bytes for every count."""
     head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
 
 
-def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, DType]:
     """Read the header of a NumPy file: (shape, whether in Fortran's order, dtype). Raises ValueError."""
     try:
         version = np.lib.format.read_magic(file)
@@ -218,7 +218,7 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     )
 
 
-def guess_dtype(head: U8) -> np.dtype[Any] | None:
+def guess_dtype(head: U8) -> DType | None:
     """Return the type of headerless tokens, by their first bytes, a multiple of 8; None where these do not tell."""
     halves = head.view("<u2")
     if len(halves) and int(halves[1::2].max()) >= 16:

@@ -93,7 +93,7 @@ class RawRecord:
 
     location: str
     headers: dict[str, str]
-    block: bytes = b""
+    block: bytes
     problem: str = ""
 
     @property

@@ -35,6 +35,7 @@ from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, decoded_document
 from forebay.formats.vectors import read_header
+from forebay.json_types import Json
 
 _DOCUMENT_KINDS = ("txt", "text", "json", "jsonl", "html", "htm")
 _MAX_MEMBERS = 1000
@@ -160,7 +161,7 @@ def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, tables.Rows, int]]:
             yield batch[0][0], [row for _, row, _ in batch], sum(size for _, _, size in batch)
 
 
-def _samples(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _samples(path: Path) -> Iterator[tuple[str, Json, int]]:
     with closing(tables.open_unpacked(path)) as file:
         archive = TarReader(file, ReadOptions(max_document_bytes=_MAX_MEMBER_BYTES))
         for key, group in itertools.groupby(archive, lambda member: member.key):
@@ -186,7 +187,7 @@ def leaves_folder(name: str) -> bool:
     return name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable()
 
 
-def _row(key: str, members: list[Member], path: Path) -> dict[str, Any]:
+def _row(key: str, members: list[Member], path: Path) -> Json:
     if leaves_folder(key):
         raise DatasetError(
             f"{path}, sample {key[:200]!r}: expected a name of a place inside a folder. Do not unpack this archive: "

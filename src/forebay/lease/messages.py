@@ -30,6 +30,7 @@ import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from forebay.errors import ProtocolError, printable
+from forebay.json_types import Json
 from forebay.ledger.chain import Used
 from forebay.network.messages import Address, Count, Name, Ranges, Sha256
 from forebay.network.peer import Provider
@@ -162,7 +163,7 @@ class ExchangeRequest(_Message):
     reports: Annotated[tuple[ProviderReport, ...], Field(max_length=MAX_REPORTS)] = ()
     stats: WorkerStats | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The body of the request, without fields that have their default."""
         return dict(_REQUEST.dump_python(self, mode="json", exclude_defaults=True))
 
@@ -280,7 +281,7 @@ class ExchangeReply(ExchangeResult):
 
     leases: Annotated[tuple[Lease, ...], AfterValidator(_checked_leases)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The body of the response, without fields that have their default."""
         return dict(_REPLY.dump_python(self, mode="json", exclude_defaults=True))
 

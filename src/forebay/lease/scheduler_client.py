@@ -8,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from forebay.errors import NetworkError
+from forebay.json_types import Json
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.messages import REVOKED, STALE_ATTEMPT
@@ -62,18 +62,18 @@ class SchedulerClient:
         self._address = self.fixed_address
         self._peer_id: str | None = None
         self._job_id: str | None = None
-        self.job: dict[str, Any] = {}
+        self.job: Json = {}
         self._reason = "no request was sent yet"
         self._subject = f"the scheduler of {self.name!r}" if self.name else "the scheduler"
 
-    def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
+    def exchange(self, body: Json, patience_s: float | None = None) -> Json:
         """One exchange, repeated with back-off while the scheduler is unreachable; a long wait is logged with a cause.
 
         RemoteError if the scheduler refuses it; SchedulerUnreachableError after `patience_s`, or soon after a stop.
         """
         return self._repeat(lambda address: self._post(address, body), patience_s)
 
-    def read_job(self) -> dict[str, Any]:
+    def read_job(self) -> Json:
         """The job's description, as of `GET /v1/job`; the scheduler is pinned. Raises as `exchange`."""
         # If it is not known yet, finding it reads its job.
         return self._repeat(self._read if self._peer_id is not None else lambda address: self.job)
@@ -87,7 +87,7 @@ class SchedulerClient:
         """Return why the scheduler does not answer, for a log line."""
         return f"{self._subject}: {self._reason}"
 
-    def _post(self, address: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, address: str, body: Json) -> Json:
         self.attempt += 1
         self._reason = f"{address} has not answered yet"
         body = {**body, "attempt": self.attempt}
@@ -96,7 +96,7 @@ class SchedulerClient:
         )
         return answer
 
-    def _repeat(self, request: Callable[[str], dict[str, Any]], patience_s: float | None = None) -> dict[str, Any]:
+    def _repeat(self, request: Callable[[str], Json], patience_s: float | None = None) -> Json:
         patience_s = self.patience_s if patience_s is None else patience_s
         stopped_at = time.monotonic()
         deadline = stopped_at + patience_s
@@ -156,7 +156,7 @@ class SchedulerClient:
                     return address
             return None
 
-    def _read(self, address: str) -> dict[str, Any]:
+    def _read(self, address: str) -> Json:
         """The job of the scheduler at an address. NetworkError if it is not the pinned one, or a certified one."""
         self._reason = f"{address} has not answered yet"
         # The DHT may name peers that are not certified as schedulers; they get no request.

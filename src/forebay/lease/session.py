@@ -57,9 +57,9 @@ class SessionSettings:
 
     cache_bytes: int
     batch_size: int
-    receipt_s: float = 1.0
-    share: str | None = None
-    upload_bytes_per_s: float | None = None
+    receipt_s: float
+    share: str | None
+    upload_bytes_per_s: float | None
 
 
 class LeaseSession(Closing):
@@ -73,7 +73,7 @@ class LeaseSession(Closing):
 
     def __init__(
         self, job: LeaseJob, settings: SessionSettings, slices: ChunkFeed, granted: GrantedProviders,
-        first_key: int = 0, stats_of_loader: Callable[[], Mapping[str, float]] = dict,
+        first_key: int, stats_of_loader: Callable[[], Mapping[str, float]],
     ) -> None:  # fmt: skip
         self.job = job
         self._slices = slices

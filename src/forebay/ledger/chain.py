@@ -18,6 +18,7 @@ import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
 from forebay.errors import LedgerError
+from forebay.json_types import Json
 
 GENESIS = "0" * 64
 READ_BYTES = 1 << 20
@@ -41,7 +42,7 @@ class Entry:
     prev: str
     recorded_at: float
     kind: str
-    body: dict[str, Any]
+    body: Json
     sig: str
     hash: str
     line: bytes = field(default=b"", repr=False)
@@ -78,9 +79,7 @@ class Checkpoint:
 _CHECKPOINT = TypeAdapter(Checkpoint)
 
 
-def make_entry(
-    seq: int, prev: str, recorded_at: float, kind: str, body: dict[str, Any], sign: Callable[[bytes], bytes]
-) -> Entry:
+def make_entry(seq: int, prev: str, recorded_at: float, kind: str, body: Json, sign: Callable[[bytes], bytes]) -> Entry:
     """A new entry, signed."""
     content = canonical_json({"at": recorded_at, "body": body, "kind": kind, "prev": prev, "seq": seq})
     sig = sign(content).hex()

@@ -38,7 +38,7 @@ class LedgerReport:
     # Of each: epoch, samples, missing, repeated; set_aside if any.
     epochs: list[dict[str, int]]
     problems: list[str]
-    entries: int = 0
+    entries: int
     scheduler: str = ""  # Peer id of the key that must have signed the entries.
     missing: list[dict[str, int]] = field(default_factory=list)  # The first, by epoch: slice, start, stop.
     repeated: list[dict[str, int]] = field(default_factory=list)  # The same, and the entry.

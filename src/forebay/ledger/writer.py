@@ -20,7 +20,7 @@ from typing import Any
 
 from forebay.closing import Closing
 from forebay.errors import LedgerError
-from forebay.files import sync_directory
+from forebay.files import sync_file
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, entry_before, iter_entries, make_entry
 from forebay.ledger.index import LEDGER_FORMAT
 
@@ -73,7 +73,7 @@ class Ledger(Closing):
                     "or give this one a state directory of its own."
                 ) from None
             ledger._recover(checkpoint)
-            sync_directory(path.parent)
+            sync_file(path.parent)
         except BaseException:
             os.close(fd)
             raise

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
+from forebay.json_types import Json
 from forebay.load.arguments import check_choice
 
 IGNORE_INDEX = -100  # The label that torch's cross entropy ignores by default.
@@ -118,7 +119,7 @@ class _Batch(Generic[Array]):
             raise UsageError(f"batch[{name!r}]: expected one of {sorted(arrays)}. Use one of these names.")
         return arrays[name]
 
-    def _others(self) -> dict[str, Any]:
+    def _others(self) -> Json:
         """The fields that are no arrays of a batch; `dataclasses.replace` takes four times as long."""
         return {
             "sample_ids": self.sample_ids, "epoch": self.epoch, "step": self.step, "epoch_step": self.epoch_step,
@@ -126,7 +127,7 @@ class _Batch(Generic[Array]):
             "_text": self._text,
         }  # fmt: skip
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> Json:
         names = ("sample_ids", "dataset_index", "epoch", "step", "epoch_step", "weight")
         return {name: getattr(self, name) for name in names}
 
@@ -181,7 +182,7 @@ class TokenBatch(_Batch[Array]):
             masks = masks.with_arrays(**{name: arrays[name] for name in _MASKS})
         return TokenBatch(inputs=arrays["inputs"], labels=arrays["labels"], _masks=masks, **self._others())
 
-    def as_dict(self, style: str = "plain") -> dict[str, Any]:
+    def as_dict(self, style: str = "plain") -> Json:
         """The batch as a dict; the arrays are not copied.
 
         "plain": `inputs`, `labels`, with masks `position_ids`, `document_ids`, `cu_seqlens`, `max_seqlen`;
@@ -283,7 +284,7 @@ class RowBatch(_Batch[Array]):
         """This batch with other tensors."""
         return RowBatch(tensors=arrays, **self._others())
 
-    def as_dict(self, style: str = "plain") -> dict[str, Any]:
+    def as_dict(self, style: str = "plain") -> Json:
         """The tensors by name; of style "plain" also `sample_ids`, `epoch`, ... as of a TokenBatch."""
         check_choice("style", style, STYLES[1:])
         return {**self.tensors, **(self._numbers() if style == "plain" else {})}
@@ -293,7 +294,7 @@ class RowBatch(_Batch[Array]):
         return f"RowBatch(step={self.step}, epoch={self.epoch}, {shapes}, samples={len(self)})"
 
     def _repr_html_(self) -> str:
-        dtypes: dict[str, Any] = {name: f"{a.dtype} {list(a.shape)}" for name, a in self.tensors.items()}  # type: ignore[attr-defined]
+        dtypes: Json = {name: f"{a.dtype} {list(a.shape)}" for name, a in self.tensors.items()}  # type: ignore[attr-defined]
         from forebay import html
 
         return html.card(repr(self).partition(", ")[0] + ")", dtypes)

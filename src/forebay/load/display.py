@@ -102,7 +102,7 @@ def _traffic(loader: Any) -> dict[str, str]:
         return {"reading": "in place, from the dataset's directory; nothing is fetched"}
     parts = loader.plan.footprints(settings)
     needs, ratio = [part.nodes[0] for part in parts], max(fetch_ratios(parts, settings.budget_bytes))
-    requests = sum(num_requests(parts, settings.budget_bytes, settings.neighbour_bytes(1))) // parts[0].num_nodes
+    requests = sum(num_requests(parts, settings.budget_bytes, settings.neighbour_bytes())) // parts[0].num_nodes
     fetched, opened = sum(need.epoch_bytes for need in needs), sum(need.open_bytes for need in needs)
     verified = loader.config.cache.verify
     return {

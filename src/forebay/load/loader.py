@@ -17,6 +17,7 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
+from forebay.json_types import Json
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import Batches, BatchT, Convert, Opened, RunningSource, Take
@@ -345,7 +346,7 @@ class Loader(RunningSource[BatchT]):
         """Pickled as its settings and its state: another process opens its own maps and threads."""
         return _reopen, (self.config.for_process(self.rank, self.world_size), self.state_at(self.step))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The state after the last batch that iterating returned. Plain JSON values.
 
         A loader of any rank and world size with the same global batch can load it. With `scheduler` it has the step and
@@ -354,13 +355,13 @@ class Loader(RunningSource[BatchT]):
         self._check_readers(any(self.readers or ()))
         return self.state_at(self.step)
 
-    def state_at(self, step: int) -> dict[str, Any]:
+    def state_at(self, step: int) -> Json:
         """The state before run step `step`. A running iteration is not changed."""
         if self.leases is not None:
             return make_lease_state(self.plan.jobs, step)
         return make_state(self._identity, self.run, step)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Continue with the batch after `state`, also in a running iteration. Nothing is replayed.
 
         A state of a dataset that this one extends finishes that dataset's epoch; later epochs have all samples. The
@@ -442,7 +443,7 @@ class Loader(RunningSource[BatchT]):
         return html.card("Loader", display.describe(self))
 
 
-def _reopen(config: LoaderConfig, state: dict[str, Any]) -> Loader[Any]:
+def _reopen(config: LoaderConfig, state: Json) -> Loader[Any]:
     loader: Loader[Any] = Loader.__new__(Loader)
     loader._start(config)
     loader.load_state_dict(state)

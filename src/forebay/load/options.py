@@ -13,6 +13,7 @@ import numpy as np
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError, did_you_mean
+from forebay.json_types import Json
 from forebay.load.arguments import batch_sizes, check_choice
 from forebay.load.packing import DocumentSubset
 from forebay.load.samples import PACKINGS, SPLITS
@@ -339,7 +340,7 @@ def refuse_unknown(arguments: Mapping[str, object]) -> None:
         raise TypeError(f"Loader: expected no argument {name!r}, got one.{advice}")
 
 
-def changed(settings: Any) -> dict[str, Any]:
+def changed(settings: Any) -> Json:
     """Return the fields of settings that do not have their default."""
     values = {field: getattr(settings, field.name) for field in fields(settings)}
     return {
@@ -354,7 +355,7 @@ def _refuse(names: Sequence[str], settings: Mapping[str, Any], excluded_by: str,
             raise UsageError(f"{name}={settings[name]!r:.100} is not supported with {excluded_by}. {advice}")
 
 
-def _read_environment(config: LoaderConfig) -> dict[str, Any]:
+def _read_environment(config: LoaderConfig) -> Json:
     """The settings that the environment adds to those of a Loader without a dataset; of options objects by field."""
     text = os.environ.get(VARIABLE, "")
     if not text:

@@ -33,7 +33,7 @@ class Prefetcher(Generic[_T]):
     """
 
     def __init__(
-        self, source: Generator[Any, None, None], depth: int = 0, convert: Callable[[Any], _T] | None = None,
+        self, source: Generator[Any, None, None], depth: int, convert: Callable[[Any], _T] | None = None,
         interrupt: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._source, self._depth, self._convert, self._interrupt = source, depth, convert, interrupt

@@ -45,7 +45,7 @@ class RowCollator(Collator):
     inputs, -100 where masked.
     """
 
-    def __init__(self, indexes: Sequence[SampleIndex], *, pad_id: int | None = None) -> None:
+    def __init__(self, indexes: Sequence[SampleIndex], *, pad_id: int | None) -> None:
         super().__init__(indexes)
         self._pads = {"input_ids": indexes[0].pad_id if pad_id is None else pad_id, "labels": IGNORE_INDEX}
         self._empty: dict[str, Array] = {}  # The tensors of a batch without rows.

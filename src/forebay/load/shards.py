@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from forebay.closing import Closing
 from forebay.dataset.reader import local_path
 from forebay.errors import ForebayError, UsageError, full_url
 from forebay.fetch.downloads import Workers
+from forebay.json_types import Json
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.shard_cache import ShardCache, ShardFetch
 from forebay.load.shard_files import ShardDataset
@@ -105,7 +105,7 @@ class SharedShardedDatasetManager(Closing):
         self.upcoming_dataset: ShardFetch | None = None
         self._num_shards = num_shards
         self._checked_disk = False
-        self._stats: dict[str, Any] = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
+        self._stats: Json = {"start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0}
         if env_file is not None:
             load_env_file(env_file)
         directory = local_path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
@@ -198,7 +198,7 @@ class SharedShardedDatasetManager(Closing):
         """Make the next shard active, remove the old one, and start to download the one after it."""
         return await self.initialize_datasets(self.shard_index + 1)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Json:
         """`start_s` (waited for the first shard), `stall_s` (for later ones), `swaps`, `late_swaps`, `fetched_bytes`,
         `fetch_s`, `active`, and of the upcoming shard its `index`, `received`, `total`."""
         upcoming, shards = self.upcoming_dataset, self._shards

@@ -35,7 +35,7 @@ class SliceReader(ChunkFeed):
 
     def __init__(
         self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
-        cache: CacheSettings | None, verify: bool = False, providers: Providers | None = None, **patience: Any,
+        cache: CacheSettings | None, verify: bool, providers: Providers | None = None, **patience: Any,
     ) -> None:  # fmt: skip
         per_node = ranks_per_node(world_size)
         first = rank // per_node * per_node

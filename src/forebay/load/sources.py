@@ -161,7 +161,7 @@ def open_dataset(
 
 
 def open_datasets(
-    sources: Mapping[str, DatasetSource], identity: Any = None, from_urls: Any = "", verify: Verify = "once", *,
+    sources: Mapping[str, DatasetSource], identity: Any, from_urls: Any = "", verify: Verify = "once", *,
     allow_different_tokenizers: bool = False,
 ) -> dict[str, Dataset]:  # fmt: skip
     """Open several datasets, in threads, by name. Raises DatasetError unless they agree in what their tokens mean."""

@@ -10,15 +10,14 @@ from typing import Any
 
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError, UsageError
+from forebay.json_types import Json
 from forebay.load.samples import SampleIndex
 from forebay.order.run import Run
 
 STATE_VERSION = 6
 
 
-def run_identity(
-    run: Run, datasets: Mapping[str, Dataset], indexes: Sequence[SampleIndex], seed: int
-) -> dict[str, Any]:
+def run_identity(run: Run, datasets: Mapping[str, Dataset], indexes: Sequence[SampleIndex], seed: int) -> Json:
     """What decides a run's samples at every step. Plain JSON values."""
     mixed = run.weights is not None
     ids = {name: dataset.id for name, dataset in datasets.items()}
@@ -34,7 +33,7 @@ def run_identity(
     }
 
 
-def make_state(identity: Mapping[str, Any], run: Run, step: int) -> dict[str, Any]:
+def make_state(identity: Mapping[str, Any], run: Run, step: int) -> Json:
     """The state before run step `step`."""
     progress = run.progress(step)
     return {
@@ -79,7 +78,7 @@ _MARKS = {"Loader": "dataset_id", "TextStream": "lane_states"}
 """A key that only the state of an object has."""
 
 
-def check_kind(state: object, kind: str) -> dict[str, Any]:
+def check_kind(state: object, kind: str) -> Json:
     """Return a state of this kind. Raises StateError for one of another kind, and for what holds it."""
     if not isinstance(state, dict):
         raise StateError(f"{kind} state: expected a dict from state_dict(), got {type(state).__name__}.")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.arrays import I32, I64, Array
+from forebay.arrays import I32, I64, Array, DType
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
@@ -76,7 +76,7 @@ class _Plan:
 
     def __init__(
         self, sources: Sequence[MappedArray], which: I64, starts: I64, lengths: I64, first_ranges: list[int],
-        width: int, dtype: np.dtype[Any],
+        width: int, dtype: DType,
     ) -> None:  # fmt: skip
         types = {source.array.dtype for source in sources} or {dtype}
         if len(types) > 1:
@@ -116,7 +116,7 @@ class TokenCollator(Collator):
     """
 
     def __init__(
-        self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = False,
+        self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool,
         pad_id: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(indexes)
@@ -126,7 +126,7 @@ class TokenCollator(Collator):
         self._fit = indexes[0].packing == "best_fit"
         self._masks = document_masks or self._fit
         self._pad_id = pad_id
-        self._padding: dict[tuple[np.dtype[Any], int], MappedArray] = {}
+        self._padding: dict[tuple[DType, int], MappedArray] = {}
         self._packed: dict[tuple[int, int], PackedRows] = {}  # By key and section; the last used comes last.
         self._num_packed = 0  # Ranges.
 
@@ -164,7 +164,7 @@ class TokenCollator(Collator):
             num_tokens = int(opened.stream_edges[-1])
         return num_tokens // self._seq_len, opened
 
-    def _padding_array(self, dtype: np.dtype[Any], pad_id: int) -> MappedArray:
+    def _padding_array(self, dtype: DType, pad_id: int) -> MappedArray:
         if (dtype, pad_id) not in self._padding:
             if not 0 <= pad_id <= np.iinfo(dtype).max:
                 raise UsageError(f"pad_id: expected a token that {dtype} can hold, got {pad_id}.")

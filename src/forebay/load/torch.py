@@ -16,6 +16,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from forebay.arrays import Array
 from forebay.errors import UsageError
+from forebay.json_types import Json
 from forebay.load.arguments import check_choice
 from forebay.load.batch import STYLES, RowBatch, TokenBatch, owner_of
 from forebay.load.rows import float_types
@@ -52,11 +53,11 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         """As the loader's."""
         return len(self.loader)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The loader's, for trainers that save what they iterate."""
         return self.loader.state_dict()  # type: ignore[no-any-return]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """The loader's."""
         self.loader.load_state_dict(state)
 
@@ -96,8 +97,8 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         return self._styled(batch, lambda arrays: {k: v.to(self.device) for k, v in _tensors(arrays).items()})
 
     def _styled(self, batch: Any, copy: Any) -> Any:
-        def convert(arrays: dict[str, Array]) -> dict[str, Any]:
-            bits: dict[str, Any] = copy(arrays)
+        def convert(arrays: dict[str, Array]) -> Json:
+            bits: Json = copy(arrays)
             return bits | {k: bits[k].view(getattr(torch, kind)) for k, kind in self._floats.items() if k in bits}
 
         if self.style == "batch":
@@ -107,7 +108,7 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         return _Fields(fields, **convert(arrays))
 
 
-class _Fields(dict[str, Any]):
+class _Fields(Json):
     """A batch as a dictionary, which a DataLoader does not collate again."""
 
 
@@ -151,7 +152,7 @@ class _CudaCopies:
             event.record(self._stream)
         return result, event, owners
 
-    def _copy(self, arrays: dict[str, Array], owners: list[Any]) -> dict[str, Any]:
+    def _copy(self, arrays: dict[str, Array], owners: list[Any]) -> Json:
         on_device: dict[int, Any] = {}
         tensors = {}
         for name, array in arrays.items():
@@ -171,5 +172,5 @@ class _CudaCopies:
         return tensors
 
 
-def _tensors(arrays: dict[str, Array]) -> dict[str, Any]:
+def _tensors(arrays: dict[str, Array]) -> Json:
     return {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in arrays.items()}

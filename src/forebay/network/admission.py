@@ -19,6 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.json_types import Json
 from forebay.network import log
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
@@ -26,7 +27,7 @@ from forebay.network.client import Client
 from forebay.network.discovery import Discovery
 from forebay.network.join import check_token
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import AdmitRequest, JsonObject, RenewRequest
+from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.pki.certificates import EARLY, ROOT_VALID_DAYS, parsing, peer_of, scope_of, verify_certificate
 from forebay.network.pki.files import check_name, read_issuer, read_network
 from forebay.network.pki.identity import join, renew
@@ -67,7 +68,7 @@ class Admissions:
         self._revocations = Revocations(self.directory)
         self._record = MemberRecord(self.directory, self.now)
 
-    def admit(self, message: AdmitRequest, sender: str) -> JsonObject:
+    def admit(self, message: AdmitRequest, sender: str) -> Json:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
 
         PEM, the network's description, and the CRLs of the root and this issuer. Raises ProtocolError.
@@ -86,7 +87,7 @@ class Admissions:
             self._record_event(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
             return self._answer(certificate)
 
-    def renew(self, message: RenewRequest, sender: str, shown: bytes) -> JsonObject:
+    def renew(self, message: RenewRequest, sender: str, shown: bytes) -> Json:
         """A renewed certificate, as `admit`, in place of `shown`, that of the handshake (DER), for the same key."""
         with self._recording_refusals("/v1/renew", sender):
             key = _requested_key(message.request)
@@ -115,7 +116,7 @@ class Admissions:
             self._record_event("refused", route=route, address=sender, reason=str(error))
             raise ProtocolError(str(error)) from error
 
-    def _answer(self, certificate: bytes) -> JsonObject:
+    def _answer(self, certificate: bytes) -> Json:
         crls = self._revocations.crls()
         issuers = {self._revocations.root_id, self.issuer.peer_id}
         return {

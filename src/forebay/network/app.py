@@ -29,9 +29,10 @@ from starlette.types import Receive, Scope, Send
 
 from forebay.errors import ProtocolError
 from forebay.files import open_below
+from forebay.json_types import Json
 from forebay.network import log
 from forebay.network.crl_exchange import CRLS, receive_crl
-from forebay.network.messages import ErrorReply, JsonObject
+from forebay.network.messages import ErrorReply
 from forebay.network.peer import Peer
 from forebay.network.peer import Scope as CertificateScope
 from forebay.network.pki.identity import Identity
@@ -213,12 +214,12 @@ _ERRORS = {
 }
 
 
-def describe_error(description: str) -> JsonObject:
+def describe_error(description: str) -> Json:
     """An error for a route's `responses`: JSON, whatever the route returns otherwise."""
     return {"description": description, "content": {JSON: {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}}
 
 
-def role(name: str) -> JsonObject:
+def role(name: str) -> Json:
     """The role that a certificate needs, for a route's `openapi_extra`; checked before the body is read."""
     return {"x-role": name}
 
@@ -285,7 +286,7 @@ def add_trust_routes(app: FastAPI, identity: Identity) -> None:
         except ProtocolError as error:
             raise ApiError(403, "bad_crl", str(error)) from error
 
-    pem: JsonObject = {"content": {PEM_TYPE: {"schema": {"type": "string", "maxLength": 1 << 20}}}}
+    pem: Json = {"content": {PEM_TYPE: {"schema": {"type": "string", "maxLength": 1 << 20}}}}
     app.get(CRLS, operation_id="read_crl_numbers", summary="The number of the CRL of each issuer known here.")(numbers)
     app.get(
         CRLS + "/{issuer}", operation_id="read_crl", response_class=Response, summary="The CRL of an issuer.",
@@ -305,7 +306,7 @@ def make_app(
 
     `errors`: status and code of the response to an exception of a route.
     """
-    responses: dict[int | str, JsonObject] = {status: describe_error(text) for status, text in _ERRORS.items()}
+    responses: dict[int | str, Json] = {status: describe_error(text) for status, text in _ERRORS.items()}
     get_tracer()  # FastAPI makes a span for each request if there is a provider.
     app = FastAPI(
         title=title, version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=responses,
@@ -317,7 +318,7 @@ def make_app(
     for kind in (ApiError, HTTPException, ClientDisconnect, RequestValidationError, Exception):
         app.add_exception_handler(kind, _error_response)  # type: ignore[arg-type]
 
-    def describe() -> JsonObject:
+    def describe() -> Json:
         if app.openapi_schema is None:
             app.openapi_schema = schema = get_openapi(title=title, version="1", routes=app.routes)
             schema.setdefault("components", {}).setdefault("schemas", {})["ErrorReply"] = ErrorReply.model_json_schema()

@@ -22,9 +22,10 @@ from urllib.parse import quote
 from pydantic import TypeAdapter
 
 from forebay.errors import MALFORMED, NetworkError, ProtocolError
+from forebay.json_types import Json
 from forebay.network import log
 from forebay.network.client import Client
-from forebay.network.messages import REVOKED, Count, JsonObject, Sha256
+from forebay.network.messages import REVOKED, Count, Sha256
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity, verify
 from forebay.storage.base import PermanentError
@@ -91,11 +92,11 @@ class Claim:
         """Canonical bytes that the signature covers."""
         return b"forebay/2 claim\n" + json.dumps(self._fields(), sort_keys=True, separators=(",", ":")).encode()
 
-    def to_json(self, identity: Identity) -> JsonObject:
+    def to_json(self, identity: Identity) -> Json:
         """The claim with its provider's signature, as sent by `GET /v1/claims`."""
         return {**self._fields(), "signature": identity.sign(self.signed_bytes()).hex()}
 
-    def _fields(self) -> JsonObject:
+    def _fields(self) -> Json:
         return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
 

@@ -4,7 +4,7 @@ Every list, text and number is bounded, so that a message costs no more memory t
 fields.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -15,7 +15,6 @@ STALE_ATTEMPT = "stale_attempt"
 REVOKED = "revoked"
 """Error code for a peer whose certificate is revoked, expired or not valid yet: nothing that it repeats is answered."""
 
-JsonObject = dict[str, Any]
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Text = Annotated[str, StringConstraints(max_length=1000)]
 Address = Annotated[str, StringConstraints(pattern=r"^[!-~]{0,300}$")]

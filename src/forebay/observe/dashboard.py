@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request, Response
 
 from forebay.closing import Closing
 from forebay.errors import ForebayError
+from forebay.json_types import Json
 from forebay.network.app import JSON, ApiError, Metric, make_app
 from forebay.network.limits import ServerLimits
 from forebay.network.server import Server
@@ -60,7 +61,7 @@ class Dashboard(Closing):
     ) -> None:  # fmt: skip
         self._source, self._record = source, record
         self._view = make_view("", "", "starting")
-        self._points: deque[dict[str, Any]] = deque(maxlen=_NUM_POINTS)
+        self._points: deque[Json] = deque(maxlen=_NUM_POINTS)
         app = self._app()
         self._server = Server(app, None, host, port, limits=ServerLimits(connections=256))
         self._server.add_task("dashboard poll", self._run)
@@ -131,7 +132,7 @@ def _in_order(value: Any) -> Response:
     return Response(orjson.dumps(value), media_type=JSON, headers={"Cache-Control": "no-store"})
 
 
-def _point(view: View) -> dict[str, Any]:
+def _point(view: View) -> Json:
     """The figures of a view that are drawn over time."""
     rate, unit = view.get("figures", {}).get("throughput", (None, ""))
     return {"at": view["at"], "rate": rate, "unit": unit, "waits": view.get("waits", {})}

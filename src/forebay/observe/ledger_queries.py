@@ -217,7 +217,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     return sorted(shares, key=lambda part: (part.recorded_at, part.first_step))
 
 
-def export_uses(index: LedgerIndex, out: str | Path, *, sample_ids: bool = False) -> int:
+def export_uses(index: LedgerIndex, out: str | Path, *, sample_ids: bool) -> int:
     """Write one row per use, as Parquet if `out` ends so and else as JSON lines; return their number.
 
     `sample_ids` adds a column `samples`: the global ids in the order of reading. It costs 20 ns a sample, and 8 bytes
@@ -271,9 +271,9 @@ class StepsReport:
 
     ok: bool
     epochs: list[dict[str, int]]
-    problems: list[str] = field(default_factory=list)
-    generations: int = 0
-    steps: int = 0
+    problems: list[str]
+    generations: int
+    steps: int
 
 
 def _copy(path: Path, directory: Path) -> None:

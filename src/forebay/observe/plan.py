@@ -7,7 +7,6 @@ which is even over an epoch. Latency and other traffic are not modelled.
 
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from forebay.arrays import I64
 from forebay.dataset.chunks import chunk_size
 from forebay.errors import UsageError
 from forebay.fetch.cache import CacheSettings
+from forebay.json_types import Json
 from forebay.order.footprint import (
     MAX_RATIO,
     Footprint,
@@ -152,7 +152,7 @@ class RunPlan:
         memory = self.job.mem_bytes
         return None if memory is None else self.total_bytes + self.memory_bytes <= memory
 
-    def datasets(self) -> list[dict[str, Any]]:
+    def datasets(self) -> list[Json]:
         """The figures of each dataset by name: plain values."""
         return [
             {
@@ -168,7 +168,7 @@ class RunPlan:
             for spec, part, passes, ratio in zip(self.job.datasets, self.parts, self.passes, self.fetch_ratios)
         ]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Plain values: `ok`, the figures by name, `loader` (arguments to use), `refused`, `warnings`, `advice`."""
         hidden, datasets = ("job", "parts", "disk"), self.datasets()
         shape = self.parts[0].order.shape if len(datasets) == 1 else {}
@@ -237,7 +237,7 @@ def _figures(job: RunSpec) -> RunPlan:
         fetched_bytes=min(total_bytes, per_epoch * job.epochs) if cache >= total_bytes else per_epoch * job.epochs,
         fetch_ratio=float(np.dot(ratios, read_bytes) / read_bytes.sum()),
         fetch_ratios=ratios,
-        requests=int(np.dot(passes, num_requests(parts, cache, settings.neighbour_bytes(1)))),
+        requests=int(np.dot(passes, num_requests(parts, cache, settings.neighbour_bytes()))),
         samples_of_rank=samples_of_rank,
         rank_bytes=int(samples_of_rank[1] * read_bytes.sum() / np.dot(passes, num_samples)),
         first_batch_bytes=int(demand[0]),
@@ -331,7 +331,7 @@ def format_plan(plan: RunPlan) -> str:
     return "\n".join([*lines, "ok" if plan.ok else "NOT ok: this run cannot work as requested"])
 
 
-def plan_model(model_size: str, seq_len: int, vocab_size: int, device_bytes: int) -> dict[str, Any]:
+def plan_model(model_size: str, seq_len: int, vocab_size: int, device_bytes: int) -> Json:
     """The figures of a model of `SIZES` on a device: bytes of its state and of a sample, the batch sizes that fit."""
     size = SIZES[model_size]
     largest = size.largest_batch(vocab_size, seq_len, device_bytes)
@@ -348,7 +348,7 @@ def plan_model(model_size: str, seq_len: int, vocab_size: int, device_bytes: int
     }
 
 
-def format_model(model: dict[str, Any]) -> str:
+def format_model(model: Json) -> str:
     """The result of `plan_model` as text."""
     state, sample, device = (format_bytes(model[f"{name}_bytes"]) for name in ("state", "sample", "device"))
     text = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from forebay.errors import MALFORMED, ForebayError, PrepareError, ProtocolError, UsageError
 from forebay.files import nothing_there
+from forebay.json_types import Json
 from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record
@@ -57,7 +58,7 @@ class NodeSource(Source):
 
     def __post_init__(self) -> None:
         self._rates: dict[str, tuple[float, float]] = {}  # Of counts that rise: (value, at).
-        self._nodes: list[dict[str, Any]] = []
+        self._nodes: list[Json] = []
         self._nodes_at = float("-inf")
 
     def poll(self) -> View:
@@ -79,7 +80,7 @@ class NodeSource(Source):
             self._nodes, self._nodes_at = list(map(self._node, addresses[:_MAX_NODES])), time.monotonic()
         return views.view_of(status, self._nodes)
 
-    def _node(self, address: str) -> dict[str, Any]:
+    def _node(self, address: str) -> Json:
         try:
             status = self.get(address)
             return views.node_row(status, self._rate(address, status["bytes_sent"]))

@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from forebay.json_types import Json
 from forebay.load.stats import CAUSES, find_bottleneck, rates
 from forebay.units import format_seconds
 
-View: TypeAlias = dict[str, Any]
+View: TypeAlias = Json
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
 
@@ -129,7 +130,7 @@ def job_view(status: Row, nodes: Rows) -> View:
     )  # fmt: skip
 
 
-def _worker_row(peer_id: str, worker: Row, job: Row) -> dict[str, Any]:
+def _worker_row(peer_id: str, worker: Row, job: Row) -> Json:
     is_silent = worker["last_seen_s"] > job["lease_s"] or (not worker["leases"] and worker["last_seen_s"] > 5.0)
     waits = worker["wait_shares"]
     silent = "ended" if job["state"] in ("done", "incomplete") else "silent"
@@ -168,7 +169,7 @@ def advice_of(waits: Mapping[str, float]) -> str:
     return str(bottleneck) if bottleneck is not None else ""
 
 
-def node_row(status: Row, bytes_per_s: float | None) -> dict[str, Any]:
+def node_row(status: Row, bytes_per_s: float | None) -> Json:
     """A data node's row, of its status."""
     return {
         "name": status["name"] or status["peer_id"], "address": status["address"], "id": status["peer_id"],

@@ -51,9 +51,9 @@ class Footprint:
     """What the nodes of a run read of one dataset. `streams`: of a mixture (`Run.streams`)."""
 
     order: Order
-    world_size: int = 1
-    ranks_per_node: int = 1
-    streams: int | None = None
+    world_size: int
+    ranks_per_node: int
+    streams: int | None
     swarm: bool = False  # Nodes fetch from each other: what several nodes read is fetched once.
     name: str = ""
     part: float = 1.0  # The part of all datasets' bytes that a step reads.

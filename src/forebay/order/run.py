@@ -8,12 +8,12 @@ used up. Hash sharding: `assign_owners` and `OwnedRun`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from forebay.arrays import I64, U8, U64
 from forebay.errors import UsageError
+from forebay.json_types import Json
 from forebay.order.bijection import derive_key, random_words
 from forebay.order.mixture import MixtureOrder, Weights
 from forebay.order.plan import MAX_LANES, Order, batch_parts, num_streams, part_of, ranks_of
@@ -50,7 +50,7 @@ class Run:
         self.orders = tuple(orders)
         self.batches = batches
         self.weights = weights
-        self.drop_last, self.limits = drop_last, dict[str, Any](epochs=epochs, num_steps=num_steps)
+        self.drop_last, self.limits = drop_last, Json(epochs=epochs, num_steps=num_steps)
         if len(self.orders) != (1 if weights is None else weights.num_sources):
             actual = "no weights" if weights is None else f"weights of {weights.num_sources}"
             raise UsageError(f"run: expected weights for each of {len(self.orders)} datasets, got {actual}.")
@@ -59,7 +59,7 @@ class Run:
         # The dataset of each sample of the run; None for a single dataset.
         self.mixture = None if weights is None else self._mix(weights)
 
-    def _steps(self) -> dict[str, Any]:
+    def _steps(self) -> Json:
         """The batches and the samples of epochs, for `StepIndex`."""
         sizes = [] if self.weights is not None else [(first, of.num_samples) for first, of in self.orders[0].phases]
         return {"batches": self.batches, "num_samples": sizes}
@@ -71,7 +71,7 @@ class Run:
         )  # fmt: skip
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def shape(self) -> Json:
         """What decides a step's samples, beside datasets, seed, batches and weights. Plain JSON values."""
         return {
             "shuffle": self.orders[0].shuffle,
@@ -273,7 +273,7 @@ class OwnedRun(Run):
     def of(self, orders: Sequence[Order], streams: int | None = None) -> Run:
         return OwnedRun(orders[0], self.batches.largest, self._owners, self._counts, **self.limits)
 
-    def _steps(self) -> dict[str, Any]:
+    def _steps(self) -> Json:
         """See `Run._steps`; each step of an epoch counts as one sample."""
         self._tables = []  # One for each dataset that joined: first epoch, order, samples of ranks, S.
         for first, order in self.orders[0].phases:

@@ -232,9 +232,8 @@ class _Client:
 
     def get(self, cursor: str) -> object:
         """The page at a cursor; the first one at ""."""
-        spec = self._spec
         try:
-            return Patience(MAX_TRIES, max_wait_s=spec.max_wait_s).retry(
+            return Patience(MAX_TRIES, max_wait_s=self._spec.max_wait_s).retry(
                 lambda: self._request(cursor), f"{self._origin.url}: page at cursor {cursor!r}"
             )
         except TransientError as error:

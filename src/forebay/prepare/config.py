@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from forebay.errors import ForebayError, MissingPackageError, UsageError, did_you_mean, unknown_name
+from forebay.json_types import Json
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Method
 from forebay.prepare.documents import Stage
@@ -112,8 +113,6 @@ def apply_settings(
 
 def _with_methods(recipe: Recipe, own: Sequence[Method]) -> Recipe:
     """The recipe with more methods of deduplication."""
-    if not own:
-        return recipe
     return dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=(*recipe.dedup.own, *own)))
 
 
@@ -133,7 +132,7 @@ def check_method(name: str) -> str:
     return name
 
 
-def without_none(tables: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(tables: Mapping[str, Any]) -> Json:
     """Return nested tables without the settings that are None."""
     present = {key: value for key, value in tables.items() if value is not None}
     return {key: without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
@@ -157,7 +156,7 @@ def _location(layers: Sequence[tuple[str, Any]], path: Any) -> str:
 
 
 def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Recipe:
-    merged: dict[str, Any] = {}
+    merged: Json = {}
     for _, tables in layers:
         merged = merge(merged, tables)
     try:
@@ -169,7 +168,7 @@ def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Re
 
 
 def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe:
-    settings: dict[str, Any] = {}
+    settings: Json = {}
     stages = list(base.stages)
     names = {f.name for f in dataclasses.fields(Recipe)} - {"stages"}
     for name, value in tables.items():

@@ -35,13 +35,14 @@ from forebay.errors import PrepareError, PrintableUrl, UsageError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 from forebay.formats.records import Record
+from forebay.json_types import Json
 from forebay.machine import user_cache
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, read_words
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.inputs import InputFiles, find_inputs, read_split, split_files
-from forebay.prepare.settings import Json, Share, Texts, check_fields
+from forebay.prepare.settings import Share, Texts, check_fields
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.keys import hash_json, source_key
 

@@ -29,6 +29,7 @@ from forebay.errors import (
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, OutputBudget
 from forebay.formats.parquet import recorded_columns
+from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.order.step_index import check_integer
 from forebay.prepare.config import apply_settings, load_recipe, merge
@@ -51,7 +52,6 @@ from forebay.prepare.run import PrepareResult, PrepareRun, TasksFinishedError, d
 from forebay.prepare.run_tokenizer import open_tokenizer, train
 from forebay.prepare.sampling import Sampling
 from forebay.prepare.scores.base import TYPES, annotating, segments, without_scoring
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks import keys
@@ -346,9 +346,7 @@ def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[S
     return list(failed.values())
 
 
-def _refuse_failed(
-    run: PrepareRun, sources: InputFiles, failed: Mapping[str, float], unread: Collection[str] = ()
-) -> None:
+def _refuse_failed(run: PrepareRun, sources: InputFiles, failed: Mapping[str, float], unread: Collection[str]) -> None:
     """Raise PrepareError if too much of the input failed, or there are `unread` inputs, which the user names."""
     limit, skipped = run.recipe.max_error_rate, sources.skipped
     if limit >= 1 or not (unread or failed["share"] > limit or (failed["inputs"] and not limit)):
@@ -380,7 +378,7 @@ class _Job:
     Args:
         sources: All files, those of document sources last.
         own_splits: The splits of document sources.
-        tokenizer: None if it is to be trained, or none is needed.
+        tokenizer: None if it is to be trained.
         strict: Inputs that cannot be read end the run.
     """
 
@@ -449,8 +447,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
     splits, stages = sampling.splits, run.recipe.stages
     content = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), sampling.fraction)
     steps = segments(stages)
-    needs_training = output.needs_tokenizer and job.tokenizer is None
-    before = ["dedup"] * run.recipe.dedup.active + ["tokenizer"] * needs_training
+    before = ["dedup"] * run.recipe.dedup.active + ["tokenizer"] * (job.tokenizer is None)
     run.progress.plan("text", *before, *getattr(output, "stages", ()))
     texts = _process_splits(run, sampling, own, steps, hashes=bool(output.marker))
     missing = _failed(splits, texts)
@@ -483,7 +480,7 @@ def _run_tasks(run: PrepareRun, job: _Job, lineage: Json, key: str) -> PrepareRe
     if len(steps) > 1:
         _check_malformed(run, corpus, unread)
     corpus = replace(corpus, dedup=_deduplicated(run, corpus))
-    return output.write(run, corpus, train(run, texts) if needs_training else job.tokenizer, lineage)
+    return output.write(run, corpus, job.tokenizer or train(run, texts), lineage)
 
 
 def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
@@ -518,7 +515,7 @@ def _process_splits(
     }
     tasks = [
         TextTask(
-            split, recipe.read, stages, dedup, share, run.work, task_keys[split.format, share], recipe.limits,
+            split, stages, (), dedup, run.work, task_keys[split.format, share], recipe.limits, recipe.read, share,
             own.get(split.files[0].path), hashes,
         )
         for split, share in zip(splits, sampling.shares)
@@ -578,7 +575,7 @@ def _process_segments(
         key = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), 1.0)
         key = keys.hash_json([key, keys.versions([], stages)])
         tasks = [
-            SegmentTask(text.part, text, split, stages, earlier, dedup, run.work, key, run.recipe.limits)
+            SegmentTask(split, stages, earlier, dedup, run.work, key, run.recipe.limits, text.part, text)
             for text, split in zip(texts, sampling.splits)
         ]
         on_result = run.count_tasks(stages[0].name, len(tasks), "part")

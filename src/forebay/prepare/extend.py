@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -23,6 +23,7 @@ from forebay.dataset.manifest import DOCUMENTS_FILE, SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.formats.inputs import ReadOptions
+from forebay.json_types import Json
 from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun
@@ -67,7 +68,7 @@ def check_extension(parent: Dataset, recipe: Recipe, tokenizer: TokenizerFile | 
         _refuse(parent, "its own tokenizer", f"{recipe.tokenize.tokenizer}. Leave out --tokenizer")
     before, theirs = manifest.lineage.get("recipe", {}), token_traits(manifest)
     theirs |= {"tokenizer": theirs["tokenizer"] or "none", "rows": before.get("rows", {})}
-    ours: dict[str, Any] = {"layout": "tokens" if recipe.rows is None else "rows", "tokenizer": tokenizer.sha256[:12]}
+    ours: Json = {"layout": "tokens" if recipe.rows is None else "rows", "tokenizer": tokenizer.sha256[:12]}
     ours |= {"vocab_size": tokenizer.vocab_size, "eos_id": "none" if tokenizer.eos_id is None else tokenizer.eos_id}
     ours |= {"dtype": tokenizer.dtype, "rows": recipe.to_json().get("rows", {}), "bos": recipe.tokenize.bos}
     theirs["bos"] = before.get("tokenize", {}).get("bos")
@@ -180,7 +181,7 @@ def sign_parent(run: PrepareRun) -> list[Signed]:
     source = ParentDocuments(str(parent.path), parent.id, dedup.url)
     key = task_key(keys.content_key(read, (), (), 1.0), source.name, (), dedup)
     tasks = [
-        TextTask(split, read, (), dedup, 1.0, run.work, key, run.recipe.limits, source, hashes=False)
+        TextTask(split, (), (), dedup, run.work, key, run.recipe.limits, read, 1.0, source, hashes=False)
         for split in source_splits(source)
     ]
     on_result = run.count_tasks("parent", len(tasks), "part")
@@ -234,7 +235,7 @@ def _opened(path: str) -> Dataset:
     return open_dataset(path)
 
 
-def parent_of(parent: Dataset | None) -> dict[str, Any]:
+def parent_of(parent: Dataset | None) -> Json:
     """The part of a lineage that names the parent, and the datasets that this extends, the nearest first."""
     if parent is None:
         return {}

@@ -127,7 +127,6 @@ def train_lm(texts: Iterable[str], out: Path, *, order: int = 3, vocab_limit: in
         order: 2 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
     """
-    out = Path(out)
     remove_stale(out.parent)
     with temporary_directory(out) as work:
         vocabulary, lines, total = read_words(texts, work / "hashes", vocab_limit)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.formats.inputs import InputFile, check_unchanged
+from forebay.json_types import Json
 from forebay.prepare.extend import parent_of
 from forebay.prepare.inputs import InputFiles
 from forebay.prepare.run import PrepareRun
-from forebay.prepare.settings import Json
 from forebay.prepare.tasks import keys
 from forebay.prepare.tokenize import tokenizers
 

@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 from forebay.errors import ForebayError, PrepareError, printable
 from forebay.files import HOST, is_running
+from forebay.json_types import Json
 from forebay.prepare.charts import cut
 from forebay.prepare.forecast import Progress, StageProgress, expected_s
-from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes
 from forebay.storage.store import Store, open_store
 from forebay.units import format_bytes

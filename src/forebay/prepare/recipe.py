@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from forebay.formats.inputs import ReadOptions
+from forebay.json_types import Json
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.settings import Code, Json, Positive, Settings, Share, plain
+from forebay.prepare.settings import Code, Positive, Settings, Share, plain
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokenize.renderings import TEMPLATES, Conversations, FillInTheMiddle, Template
 

@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from forebay import html
 from forebay.errors import DatasetError, PrepareError, printable
+from forebay.json_types import Json
 from forebay.prepare.charts import (
     count,
     cut,
@@ -34,7 +35,6 @@ from forebay.prepare.charts import (
     short,
 )
 from forebay.prepare.progress import read_progress
-from forebay.prepare.settings import Json
 from forebay.storage.addresses import is_url
 from forebay.storage.store import FolderStore, Store, open_store
 from forebay.units import format_bytes, format_seconds, numbered
@@ -74,7 +74,7 @@ class Link:
     text: str
     link: str
     tip: str
-    lead: str = ""
+    lead: str
 
 
 @dataclass(frozen=True)

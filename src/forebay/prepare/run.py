@@ -15,6 +15,7 @@ from forebay import html
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.engines.base import Engine, OnDone
 from forebay.prepare.inputs import find_inputs, split_files
@@ -30,7 +31,6 @@ from forebay.prepare.progress import (
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.results import Committing, TaskOutput
 from forebay.prepare.sampling import Sampling
-from forebay.prepare.settings import Json
 from forebay.prepare.stats import Usage
 from forebay.storage.listing import count_reasons
 from forebay.storage.store import BUCKET_WRITE_S, Store
@@ -107,10 +107,10 @@ class PrepareRun:
     document_ids: bool
     progress: ProgressRecord
     on_message: Callable[[str], None]
-    parent: Dataset | None = None  # The dataset that is extended.
-    recorded: Mapping[str, Any] = field(default_factory=dict)  # What made the scores that the input has.
-    is_shared: bool = False  # Other processes may run the same tasks, in the same store, at the same time.
-    is_member: bool = False  # Another call writes the output when all tasks are finished.
+    parent: Dataset | None  # The dataset that is extended.
+    recorded: Mapping[str, Any]  # What made the scores that the input has.
+    is_shared: bool  # Other processes may run the same tasks, in the same store, at the same time.
+    is_member: bool  # Another call writes the output when all tasks are finished.
     usage: Usage = field(default_factory=Usage)  # Of the tasks that ran in this call, without their stages.
 
     @cached_property

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forebay.formats.inputs import InputSplit
+from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.documents import Map
-from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats, Usage
 from forebay.prepare.tasks.statistics import add_stats, read_stats
 from forebay.prepare.tasks.text import TextResult

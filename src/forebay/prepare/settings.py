@@ -14,7 +14,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forebay.errors import UsageError, did_you_mean
 
-Json = dict[str, Any]  # An object of JSON.
 Number = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]

@@ -25,10 +25,10 @@ from pydantic import ConfigDict, TypeAdapter
 
 from forebay.arrays import BOOL, F64, I64, U64
 from forebay.errors import PrepareError
+from forebay.json_types import Json
 from forebay.order import bijection
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import Measure, StageResult, text_buffers
-from forebay.prepare.settings import Json
 
 NEAREST = 3  # Examples on each side of a threshold.
 NEAREST_CHARACTERS = 300

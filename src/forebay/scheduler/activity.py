@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forebay.json_types import Json
 from forebay.lease.messages import WorkerStats
-from forebay.network.messages import JsonObject
 from forebay.network.peer import Peer
 from forebay.scheduler import events
 from forebay.scheduler.events import Event
@@ -94,7 +94,7 @@ class WorkerUsage:
         elif len(self.processes) < MAX_PROCESSES:
             self.processes[session] = ProcessStats(now, stats, now, stats)
 
-    def describe(self, now: float) -> JsonObject:
+    def describe(self, now: float) -> Json:
         """The worker's part of the status; shares are means over its processes, bytes and batches are sums."""
         processes = [p for p in self.processes.values() if now - p.received_at < STATS_TTL_S]
         waits: dict[str, float] = {}
@@ -123,8 +123,8 @@ class Activity:
     def __init__(self) -> None:
         self.workers: dict[str, WorkerUsage] = {}
         self.revoked: set[str] = set()  # peer ids
-        self._events = deque[JsonObject](maxlen=MAX_EVENTS)
-        self._uses = deque[JsonObject](maxlen=MAX_USES)
+        self._events = deque[Json](maxlen=MAX_EVENTS)
+        self._uses = deque[Json](maxlen=MAX_USES)
 
     def notice(self, peer: Peer, now: float) -> WorkerUsage:
         """The usage of a worker that sent a request."""
@@ -176,7 +176,7 @@ class Activity:
                         "warning", f"{self._name(reporter)} reports {self._name(peer_id)} for slice {index}: {reason}"
                     )
 
-    def describe(self) -> JsonObject:
+    def describe(self) -> Json:
         """The last events and uses, latest first."""
         return {"events": list(reversed(self._events)), "uses": list(reversed(self._uses))}
 
@@ -189,7 +189,7 @@ class Activity:
         return usage.name or peer_id if usage is not None else peer_id
 
 
-def coverage(table: LeaseTable, aside: Mapping[int, object]) -> JsonObject:
+def coverage(table: LeaseTable, aside: Mapping[int, object]) -> Json:
     """The slices of the epoch as a picture of at most MAX_CELLS cells, each of `slices_per_cell`.
 
     `used` has a hex digit a cell: 0 for nothing, f for all samples, between for a part. `state` has a letter a cell:

@@ -24,11 +24,11 @@ from pydantic import TypeAdapter
 
 from forebay.closing import Closing
 from forebay.errors import LeaseError, LedgerError, StateError
+from forebay.json_types import Json
 from forebay.ledger.chain import Checkpoint, Entry, Used
 from forebay.ledger.index import Job, encode_runs
 from forebay.ledger.writer import Ledger, Signer
 from forebay.machine import own_directory
-from forebay.network.messages import JsonObject
 from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
@@ -62,7 +62,7 @@ _IDENTITY = (
 )
 
 
-def job_body(spec: JobSpec, **fields: Any) -> JsonObject:
+def job_body(spec: JobSpec, **fields: Any) -> Json:
     """The body of the first entry of a job's ledger.
 
     `fields` are seq_len, layout and the scheduler's key; packing unless it is `concat`; the digest of a document
@@ -81,7 +81,7 @@ class _PendingWrite:
     """Events to be written, in order, and at most one snapshot, taken after `upto` of them."""
 
     events: list[Event] = field(default_factory=list)
-    snapshot: JsonObject | None = None
+    snapshot: Json | None = None
     upto: int = 0
 
 
@@ -288,7 +288,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
     raise StateError(f"journal {path}: cannot be opened or created. Is the directory writable?")
 
 
-def _read_meta(database: sqlite3.Connection, key: str) -> JsonObject:
+def _read_meta(database: sqlite3.Connection, key: str) -> Json:
     row = database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return {} if row is None else dict(orjson.loads(row[0]))
 
@@ -314,7 +314,7 @@ _KINDS: dict[str, type[Event]] = {
 }
 
 
-def _entry_of(event: Event) -> tuple[str, JsonObject] | None:
+def _entry_of(event: Event) -> tuple[str, Json] | None:
     """The kind and body of the ledger entry of an event; None for an event that proves nothing."""
     match event:
         case events.UsesRecorded(worker, uses, receipt, session):

@@ -24,6 +24,7 @@ import numpy as np
 
 from forebay.arrays import BOOL, I64, Array
 from forebay.errors import LeaseError, UsageError
+from forebay.json_types import Json
 from forebay.ledger.chain import Used
 from forebay.recent import RecentDict
 from forebay.scheduler.free_ranges import FreeRanges, IsAvoided, SampleRange
@@ -402,7 +403,7 @@ class LeaseTable:
         for lease in self.leases.values():
             lease.progress_at = now
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Json:
         """The state that replaying all events gives, as plain values."""
         return {
             "epoch": self.epoch,
@@ -415,7 +416,7 @@ class LeaseTable:
             "ended": [[i, *ended] for i, ended in self.ended.items()],
         }
 
-    def restore(self, saved: dict[str, Any], now: float) -> None:
+    def restore(self, saved: Json, now: float) -> None:
         """Put a snapshot into a new table."""
         self.used_before = saved["before"]
         if saved["epoch"] > 0:

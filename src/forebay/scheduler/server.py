@@ -26,6 +26,7 @@ from fastapi import FastAPI, Request, Response
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
+from forebay.json_types import Json
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
 from forebay.load.packing import DocumentSubset
@@ -33,7 +34,7 @@ from forebay.network.app import ApiError, JsonResponse, Metric, file_response, m
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import STALE_ATTEMPT, JsonObject, ReadmitRequest
+from forebay.network.messages import STALE_ATTEMPT, ReadmitRequest
 from forebay.network.peer import Peer
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import FromUrls
@@ -438,10 +439,10 @@ class SchedulerService:
     async def _read_status(self, request: Request) -> Response:
         """The status; workers, events and reports are for viewers."""
         peer = self._member(request)
-        hidden: JsonObject = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
+        hidden: Json = {"workers": {}, "bad_providers": [], "events": [], "uses": []}
         return JsonResponse(self.status() | ({} if peer.scope.allows("viewer") else hidden))
 
-    def status(self) -> JsonObject:
+    def status(self) -> Json:
         """The progress of the job; samples count over all epochs."""
         faults = self._server.find_faults()
         with self._lock:
@@ -453,7 +454,7 @@ class SchedulerService:
     def _metrics(self) -> list[Metric]:
         return status.metrics(self._job_status(), len(self._activity.workers), self._num_exchanges, self._core_s)
 
-    def _job_status(self) -> JsonObject:
+    def _job_status(self) -> Json:
         with self._lock:
             return status.job_status(self._journal.core, time.monotonic())
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from forebay.json_types import Json
 from forebay.network.app import Metric, counter, gauge
 from forebay.scheduler.activity import Activity, coverage
 from forebay.scheduler.catalog import Catalog
@@ -12,7 +13,7 @@ from forebay.units import numbered
 MAX_WORKERS_SHOWN = 1000
 
 
-def job_status(core: SchedulerCore, now: float) -> dict[str, Any]:
+def job_status(core: SchedulerCore, now: float) -> Json:
     """The progress of the job; samples count over all epochs, slices in this one. `unserved`: that it stands still."""
     state = "paused" if core.paused else "running"
     table = core.table
@@ -40,9 +41,7 @@ def left_out_line(job: Mapping[str, Any]) -> str:
     )
 
 
-def full_status(
-    core: SchedulerCore, activity: Activity, catalog: Catalog, ledger_entries: int, now: float
-) -> dict[str, Any]:
+def full_status(core: SchedulerCore, activity: Activity, catalog: Catalog, ledger_entries: int, now: float) -> Json:
     """The response to `GET /v1/status`; the workers are those seen last, at most MAX_WORKERS_SHOWN."""
     latest = sorted(activity.workers.items(), key=lambda item: item[1].seen_at, reverse=True)
     return {

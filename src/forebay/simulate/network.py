@@ -210,7 +210,7 @@ class SimNode:
 
     provider: Provider
     link: int
-    machine: Machine | None = None
+    machine: Machine | None
     alive: bool = True
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     fetches: "set[SimFetch]" = field(default_factory=set)  # of other nodes, from this one

@@ -217,7 +217,7 @@ class UsageRecord:
     """The ranges that were used, acknowledged and wasted. `samples`: int64 [S], of each slice."""
 
     samples: I64
-    epochs: int = 1
+    epochs: int
     trained: list[UsedRange] = field(default_factory=list)
     acknowledged: list[UsedRange] = field(default_factory=list)
     wasted: list[UsedRange] = field(default_factory=list)
@@ -271,8 +271,8 @@ class SimulationResult:
     time_s: float
     bound: dict[str, float]
     origin_bytes: float
-    counts: Mapping[str, float] = field(default_factory=dict)
-    fault: str = ""
+    counts: Mapping[str, float]
+    fault: str
 
     @property
     def ok(self) -> bool:

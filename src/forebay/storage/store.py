@@ -34,7 +34,6 @@ from forebay.files import (
     commit_files,
     open_atomic,
     remove_stale,
-    sync_directory,
     sync_file,
     temporary_directory,
     temporary_path,
@@ -128,7 +127,7 @@ class FolderStore:
             temporary.write_bytes(data)
             sync_file(temporary)
             _link(temporary, path)
-            sync_directory(path.parent)
+            sync_file(path.parent)
         except FileExistsError:
             return False
         finally:

@@ -97,7 +97,7 @@ class ShuffleBuffer:
 class TextEncoder:
     """Texts to one run of tokens, each with its BOS and EOS; an empty text gives none."""
 
-    def __init__(self, tokenizer: TokenizerFile, lanes: int = 1) -> None:
+    def __init__(self, tokenizer: TokenizerFile, lanes: int) -> None:
         self._tokenizer = tokenizer
         self._max_bytes = MAX_BYTES // lanes  # For each of the lanes that it encodes.
         self.next_bytes = min(FIRST_BYTES, self._max_bytes)  # How much text to bring next.

@@ -56,7 +56,7 @@ class FilePart:
     """
 
     file: InputFile
-    number: int = 0
+    number: int
     borders: tuple[int, ...] = ()  # (): the file is not divided.
     index: int = 0
     share: Share = ALL_RECORDS

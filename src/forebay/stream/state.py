@@ -18,6 +18,7 @@ import zstandard
 
 from forebay.arrays import Array
 from forebay.errors import StateError
+from forebay.json_types import Json
 from forebay.load.state import check_kind
 
 STATE_VERSION = 6
@@ -43,7 +44,7 @@ class LaneState:
         default_factory=lambda: dict.fromkeys(COUNTS, 0)
     )  # Totals of the run, by the names in `COUNTS`.
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return plain JSON values."""
         return {
             **{name: getattr(self, name) for name in _LANE_INTEGERS},
@@ -91,7 +92,7 @@ class StreamState:
         """The next batch's; of several lanes the lowest."""
         return min((lane.epoch for lane in self.lanes.values()), default=0)
 
-    def to_dict(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+    def to_dict(self, identity: Mapping[str, Any]) -> Json:
         """Return plain JSON values; `identity` is what must agree where it is loaded."""
         return {
             "version": STATE_VERSION,
@@ -108,7 +109,7 @@ class StreamState:
             StateError: If the states are malformed, of different steps, or lack one of `lanes`.
         """
         states = states if isinstance(states, list) and states else [states]
-        merged: dict[str, Any] = {}
+        merged: Json = {}
         for state in states:
             state = check_kind(state, "TextStream")
             for name, value in {"version": STATE_VERSION, **identity}.items():

@@ -19,6 +19,7 @@ import numpy as np
 from forebay.arrays import BOOL, I64
 from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
+from forebay.json_types import Json
 from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.batch_source import Batches, Convert, Opened, RunningSource, Take
@@ -233,7 +234,7 @@ class TextStream(RunningSource[NumpyTokens]):
     def _num_units(self) -> float:
         return self.position.run_step * self._global_batch / self.world_size * self.seq_len
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
 
         It has the lanes that this rank reads, or read before `join_world`. With one lane it is the same on every rank,
@@ -247,7 +248,7 @@ class TextStream(RunningSource[NumpyTokens]):
             position = replace(position, lanes=near)
         return position.to_dict(self._identity())
 
-    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: Json | list[Json]) -> None:
         """Continue from `state`: the next batch is the one that followed it, also of an iteration that is going on.
 
         Args:
@@ -336,7 +337,7 @@ class TextStream(RunningSource[NumpyTokens]):
         batch, self.position = item
         return batch
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> Json:
         return {
             "inputs": self._records.identity,
             "tokenizer": self.tokenizer.sha256,

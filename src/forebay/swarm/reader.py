@@ -24,7 +24,8 @@ from forebay.closing import Closing
 from forebay.dataset.manifest import SliceTable
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.runs import NoProviderError, TransferCancelledError
-from forebay.network.messages import MAX_SWARM_ITEMS, JsonObject, ProviderReply, SwarmReply
+from forebay.json_types import Json
+from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of
 from forebay.network.peer_dataset import PeerOrigin
 from forebay.network.peer_source import PeerSource
@@ -227,7 +228,7 @@ class SwarmReader:
         with self._changed:
             num = max(0, self.downloads - len(self._sources))
             requested = np.array(sorted(itertools.islice(self._waiting, MAX_WANTED)), np.int64)
-            body: JsonObject = {
+            body: Json = {
                 "session": self._session, "address": self._address, "want": format_ranges(requested), "num": num,
                 **{name: items[:MAX_SWARM_ITEMS] for name, items in self._updates.items()},
             }  # fmt: skip
@@ -237,7 +238,7 @@ class SwarmReader:
                 if self._reported is None or not np.array_equal(flags, self._reported):
                     self._introduce(body, flags)
                 self._reported_at = now
-        reply: JsonObject | None = None
+        reply: Json | None = None
         try:
             reply = self._tracker.request(body, lambda body: self._introduce(body, self.own_flags()))
         finally:
@@ -255,13 +256,13 @@ class SwarmReader:
             return 0.05
         return wait_s if num > 0 else max(wait_s, BUSY_S)
 
-    def _introduce(self, body: JsonObject, flags: BOOL) -> None:
+    def _introduce(self, body: Json, flags: BOOL) -> None:
         """Tell a tracker that may not know it what this reader has."""
         if "have" not in body and self._address:
             body["have"] = format_ranges(np.flatnonzero(flags))
             self._reported = flags
 
-    def _receive(self, reply: JsonObject, requested: I64) -> float:
+    def _receive(self, reply: Json, requested: I64) -> float:
         """Note the providers of a reply; return how long to wait.
 
         ProtocolError if it is malformed; then none is noted.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -33,6 +33,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ProtocolError
 from forebay.fetch.cache import ChunkCache
+from forebay.json_types import Json
 from forebay.network.app import (
     BINARY,
     CHARGE_BYTES,
@@ -50,7 +51,7 @@ from forebay.network.app import (
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import ClaimsReply, JsonObject, SwarmReply, SwarmRequest
+from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
@@ -64,7 +65,7 @@ from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.share")
 _MAX_SMALL_BYTES = 1 << 30
-RANGED: dict[int | str, JsonObject] = {
+RANGED: dict[int | str, Json] = {
     200: {"content": {BINARY: {}}, "description": "All of it."},
     206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
     416: describe_error("The range is malformed or not in the file."),
@@ -212,7 +213,7 @@ class SliceServer(ABC):
         self._announcer.join(1.0)
         return is_drained
 
-    def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[JsonObject]:
+    def claims(self, peer: Peer, name: str | None = None, dataset_id: str | None = None) -> list[Json]:
         """Return signed claims of the datasets, or those of one name or id, that a peer's certificate covers."""
         expires_at = time.time() + self.ttl_s
         return [
@@ -285,7 +286,7 @@ class SliceServer(ABC):
     def _find_faults(self) -> list[str]:
         return []
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         """Return what is served and was sent: the response of `GET /v1/status`."""
         with self._lock:
             sent = dict(sorted(self._sent.items()))
@@ -384,7 +385,7 @@ class SliceShare(SliceServer, Closing):
         self._server.start()
         self._announcer.start()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         status = super().status()
         return {**status, "faults": status["faults"] + self._find_waits()}
 

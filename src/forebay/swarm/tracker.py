@@ -16,8 +16,9 @@ import numpy as np
 
 from forebay.arrays import BOOL
 from forebay.errors import ProtocolError
+from forebay.json_types import Json
 from forebay.network.client import Client
-from forebay.network.messages import JsonObject, SwarmRequest
+from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of
 from forebay.network.reachability import ReachabilityChecker
 from forebay.swarm.members import parse_ranges
@@ -67,7 +68,7 @@ class Tracker:
         """Whether a dataset is tracked here."""
         return dataset_id in self._tracked
 
-    def handle(self, peer: Peer, dataset_id: str, request: SwarmRequest, source: str = "") -> JsonObject:
+    def handle(self, peer: Peer, dataset_id: str, request: SwarmRequest, source: str = "") -> Json:
         """Return the SwarmReply to a member at the IP address `source`.
 
         Raises:
@@ -113,7 +114,7 @@ class Tracker:
             )
         members.add(member)
 
-    def status(self) -> dict[str, JsonObject]:
+    def status(self) -> dict[str, Json]:
         """Return figures of each dataset, by id, for status and metrics."""
         with self._lock:
             now = time.monotonic()
@@ -132,7 +133,7 @@ class Tracker:
         tracked.swarm.expire(now)
 
 
-def steer(swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, may_fetch: bool = True) -> JsonObject:
+def steer(swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, may_fetch: bool = True) -> Json:
     """Apply the request of a member to its swarm and return the SwarmReply.
 
     ProtocolError if ranges are malformed; nothing is applied then.
@@ -165,12 +166,12 @@ def steer(swarm: Swarm, member: Provider, request: SwarmRequest, now: float, *, 
     return reply
 
 
-def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = False) -> JsonObject:
+def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = False) -> Json:
     sharers = [_provider_json(sharer) for sharer in swarm.sharers(_MAX_PEERS) if sharer.peer_id != member]
     return {"assignments": [], "wait_s": wait_s, "tell_have": tell_have, "sharers": sharers}
 
 
-def _provider_json(provider: Provider) -> JsonObject:
+def _provider_json(provider: Provider) -> Json:
     name = provider.peer_id
     peer_id = name if provider.is_url else node_of(name)
     return {"member": name, "peer_id": peer_id, "address": provider.address, "is_origin": provider.is_origin}

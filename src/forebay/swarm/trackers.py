@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import ForebayError, NetworkError
+from forebay.json_types import Json
 from forebay.network.client import Client, RemoteError
-from forebay.network.messages import JsonObject
 from forebay.network.peer import Provider, node_of
 from forebay.recent import RecentDict
 
@@ -71,7 +71,7 @@ class TrackerClient:
         if self._ranked and self._ranked[0] == self.current:
             self._drop_first()
 
-    def request(self, body: JsonObject, introduce: Callable[[JsonObject], None]) -> JsonObject | None:
+    def request(self, body: Json, introduce: Callable[[Json], None]) -> Json | None:
         """Return the response of the first tracker that sends one; None if no tracker does.
 
         `introduce` completes the request for a tracker that does not know this member.
@@ -91,7 +91,7 @@ class TrackerClient:
             introduce(body)
         return None
 
-    def leave(self, body: JsonObject) -> None:
+    def leave(self, body: Json) -> None:
         """Tell the current tracker that this member leaves."""
         if self._ranked:
             self._post(self._ranked[0], {**body, "leave": True}, 1.0)
@@ -134,7 +134,7 @@ class TrackerClient:
 
         self._ranked = sorted(alive, key=rank)
 
-    def _post(self, tracker: Provider, body: JsonObject, timeout_s: float) -> JsonObject | None:
+    def _post(self, tracker: Provider, body: Json, timeout_s: float) -> Json | None:
         path = f"/v1/swarm/{self.dataset_id}"
         try:
             return self.client.request_json(

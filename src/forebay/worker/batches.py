@@ -17,6 +17,7 @@ import numpy as np
 
 from forebay.arrays import I64
 from forebay.errors import StateError
+from forebay.json_types import Json
 from forebay.load.arguments import rank_of_world
 from forebay.load.batch import NumpyTokens, TokenBatch
 from forebay.order.bijection import derive_key, permute, random_words
@@ -111,11 +112,11 @@ class Batches:
             else:
                 yield batch.inputs, batch.labels
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """The position after the last batch, as plain JSON values."""
         return {"given": self._num_yielded, "stream": self.stream.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         """Continue with the next iteration at `state`. StateError if it is of other data or arguments."""
         count, stream = (state.get(name) if isinstance(state, dict) else None for name in ("given", "stream"))
         if type(count) is not int or count < 0 or not isinstance(stream, dict):
@@ -211,13 +212,13 @@ class _DummyStream:
             ids[epochs == epoch] = permute(offsets[epochs == epoch].astype(np.uint64), self.num_samples, key)
         return ids
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         return {
             "dataset": "distributed_dummy" if self.num_samples else "dummy", "num_samples": self.num_samples,
             "seed": self.seed, "seq_len": self.seq_len, "vocab_size": self.vocab_size, "samples_taken": self.position,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Json) -> None:
         position = state.get("samples_taken")
         for name, value in {**self.state_dict(), "samples_taken": position}.items():
             if state.get(name) != value:

@@ -175,7 +175,7 @@ class Collective:
         result: bytes = body.cpu().numpy().tobytes()
         return result
 
-    def average(self, parameters: Iterable[Any], loss: float, *, stop: bool, weight: float = 1.0) -> tuple[float, bool]:
+    def average(self, parameters: Iterable[Any], loss: float, *, stop: bool, weight: float) -> tuple[float, bool]:
         """Replace the gradients by their means over the ranks, the same bits on each; a missing one counts as zeros.
 
         `weight`: of this rank's batch; 1 where all are equally large. Returns the mean loss, and whether any rank asks

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import NetworkError, UsageError
+from forebay.json_types import Json
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.lease.session import return_leases
 from forebay.load.environment import STATS_DIRECTORY, read_stats
@@ -28,7 +29,7 @@ from forebay.worker.trainer import share_processors
 log = logging.getLogger("forebay.worker")
 
 
-def loader_arguments(scheduler: SchedulerClient, **settings: Any) -> dict[str, Any]:
+def loader_arguments(scheduler: SchedulerClient, **settings: Any) -> Json:
     """The Loader's arguments, as plain values, for a scheduler's job; `settings` are further ones.
 
     NetworkError if the scheduler does not answer.
@@ -46,9 +47,7 @@ def loader_arguments(scheduler: SchedulerClient, **settings: Any) -> dict[str, A
     }  # fmt: skip
 
 
-def run_command(
-    command: Sequence[str], scheduler: SchedulerClient, arguments: dict[str, Any]
-) -> tuple[int, dict[str, float]]:
+def run_command(command: Sequence[str], scheduler: SchedulerClient, arguments: Json) -> tuple[int, dict[str, float]]:
     """Run a command to its end. For the main thread: it passes SIGTERM and SIGINT on to the command's process group.
 
     Leases of processes that died are returned. Returns the exit status, 128 + N after signal N, and the sums of the

@@ -12,9 +12,10 @@ import json
 import os
 import threading
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from forebay.errors import StateError, UsageError, package_for
+from forebay.json_types import Json
 from forebay.load.batch import NumpyTokens
 from forebay.threads import SupervisedThread
 from forebay.worker.config import WorkerConfig
@@ -207,7 +208,7 @@ class DistributedRun:
             collective.close()
 
 
-def shared_settings(config: WorkerConfig) -> dict[str, Any]:
+def shared_settings(config: WorkerConfig) -> Json:
     """The settings for the run to agree on: those that it must have, and those that differ from the default."""
     defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(NEEDED)
     settings = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
@@ -215,7 +216,7 @@ def shared_settings(config: WorkerConfig) -> dict[str, Any]:
     return settings | model | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
 
 
-def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConfig:
+def merge_settings(config: WorkerConfig, settings: Json) -> WorkerConfig:
     """The configuration with the run's settings; those that a worker does not have are left out."""
     changes = {name: settings[name] for name in SHARED if name in settings}
     if changes.get("dataset_name") != config.dataset_name and "dataset_type" in changes:

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from forebay.errors import ForebayError, UsageError
+from forebay.json_types import Json
 from forebay.toml import read_toml
 from forebay.worker.catalog import list_available_datasets
 from forebay.worker.client import WorkerClient, log_to_stderr
@@ -37,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     texts = dict(_HELP.findall(inspect.getdoc(WorkerConfig) or ""))
     for name, hint in get_type_hints(WorkerConfig).items():
         kind = next(kind for kind in (int, float, str, bool) if kind in (hint, *get_args(hint)))
-        options: dict[str, Any] = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
+        options: Json = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
         if kind is bool:
             options = {"action": argparse.BooleanOptionalAction}
         elif name in _CHOICES:
@@ -52,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> Json:
     """Settings of a TOML file, by the names of WorkerConfig's fields; `-` may stand for `_`."""
     settings = {name.replace("-", "_"): value for name, value in read_toml(path).items()}
     names = [field.name for field in fields(WorkerConfig)]
@@ -80,6 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> dict[str, Any]:
+async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> Json:
     async with WorkerClient(config, log=(lambda line: None) if quiet else log_to_stderr) as worker:
         return (await worker.run_training(use_distributed=distributed)).to_json()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.coordinator.messages import ANSWER_S
 from forebay.errors import NetworkError, UsageError
+from forebay.json_types import Json
 from forebay.network.client import Client
 from forebay.storage.hosts import parse_address
 from forebay.storage.retry import log_while_waiting
@@ -78,7 +79,7 @@ class Membership(MembershipState):
         self._closing = threading.Event()
         self._heartbeats: SupervisedThread | None = None
 
-    def agree(self) -> dict[str, Any]:
+    def agree(self) -> Json:
         """The settings of the run: this worker's, overridden by the coordinator's.
 
         CoordinatorUnreachableError after `patience_s` without an answer.
@@ -175,7 +176,7 @@ class Membership(MembershipState):
             except NetworkError as error:
                 resume = partial(operation.throw, error)
 
-    def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
+    def _send(self, request: Request, timeout_s: float) -> Json:
         body = dict(request.body)
         return self._client.request_json(
             self.coordinator, "POST", request.path, body, timeout_s=timeout_s, role="scheduler"

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 from forebay.coordinator.messages import HEARTBEAT_WAIT_S, RETRY_S
 from forebay.errors import LeaseError, NetworkError, ProtocolError
+from forebay.json_types import Json
 from forebay.network.client import RemoteError
 from forebay.network.messages import REVOKED
 from forebay.storage.retry import backoff_s
@@ -121,7 +122,7 @@ class MembershipState:
     random: Random
 
     def __post_init__(self) -> None:
-        self.config: dict[str, Any] = {}  # the settings of the run, after `agree`
+        self.config: Json = {}  # the settings of the run, after `agree`
         self._generation: Generation | None = None  # None before `join`
         self.session = ""
         self.awaited = ""  # by the operation that runs, for a log line
@@ -151,7 +152,7 @@ class MembershipState:
         """Whether a rank of this generation reports that its step cannot be finished."""
         return self._broken or bool(self._lost)
 
-    def agreeing(self) -> Operation[dict[str, Any]]:
+    def agreeing(self) -> Operation[Json]:
         answer = yield from self._call("/v1/config", {"settings": self.settings})
         try:
             self._heartbeat_s = float(answer["heartbeat_s"])
@@ -258,7 +259,7 @@ class MembershipState:
         if not finished:
             yield Request("/v1/members/leave", body)
 
-    def _me(self) -> dict[str, Any]:
+    def _me(self) -> Json:
         return {"worker_id": self.worker_id, "session": self.session}
 
     def _enter(self, value: Any) -> Generation:

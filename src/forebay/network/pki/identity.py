@@ -201,12 +201,9 @@ class Identity:
         return True
 
 
-def create_organisation(
-    network_dir: str | Path, out_dir: str | Path, name: str, scope: Scope = UNBOUNDED, *,
-    valid_days: float = ORG_VALID_DAYS,
-) -> str:  # fmt: skip
+def create_organisation(network_dir: str | Path, out_dir: str | Path, name: str, scope: Scope = UNBOUNDED) -> str:
     """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
-    _issue(network_dir, out_dir, "org", valid_days, name, scope)
+    _issue(network_dir, out_dir, "org", ORG_VALID_DAYS, name, scope)
     return files.read_issuer(out_dir).peer_id
 
 

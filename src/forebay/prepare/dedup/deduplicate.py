@@ -134,7 +134,7 @@ class DedupResult:
     drop: tuple[Flags, ...]
     cut: tuple[tuple[Cut, ...], ...]
     name: str
-    signed: tuple[Signed, ...] = ()
+    signed: tuple[Signed, ...]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from pydantic import Field
 
 from forebay.arrays import U32, U64
 from forebay.errors import UsageError
+from forebay.json_types import Json
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.settings import Json, Positive, Share, check_fields
+from forebay.prepare.settings import Positive, Share, check_fields
 
 SIGNATURE_VERSION = 2
 """Changed when the same text gets another signature, so that old ones are not compared with new ones."""
@@ -347,9 +348,9 @@ class Dedup:
         )
         return tuple(compress(cuts, (self.lines, self.sentences, self.overlap, self.substring)))
 
-    def signature(self) -> dict[str, Any]:
+    def signature(self) -> Json:
         """What decides the contents of each signature file, by its ending."""
-        settings: dict[str, Any] = {method.name: method.settings for method in self.methods}
+        settings: Json = {method.name: method.settings for method in self.methods}
         settings |= {cut.ending: cut.settings for cut in self.cuts}
         if self.keep != "first":
             settings["weight"] = [SIGNATURE_VERSION, self.keep, *([self.score] if self.score else [])]

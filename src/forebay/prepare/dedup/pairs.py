@@ -75,7 +75,7 @@ class SortTask:
     keys: Keys
     ranges: tuple[RowRange, ...]
     num_ranges: int
-    drop: str = ""
+    drop: str
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class ComponentsTask:
     weighted: bool
     code: int
     num_codes: int
-    base: str = ""
+    base: str
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class MarkTask:
     store: Store
     pairs: tuple[str, ...]
     rows: int
-    both: bool = False
+    both: bool
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from forebay.errors import ForebayError, PrepareError, unknown_name
 from forebay.files import HOST
+from forebay.json_types import Json
 from forebay.plugins import load_plugin, plugins
 from forebay.prepare.progress import Failure, label, name_of
-from forebay.prepare.settings import Json
 from forebay.storage.store import Store
 
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.

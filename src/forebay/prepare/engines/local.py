@@ -23,10 +23,10 @@ from typing import Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import HOST, temporary_path
+from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.engines import base, sandbox
 from forebay.prepare.progress import LOG_BYTES
-from forebay.prepare.settings import Json
 from forebay.processes import deferred_signals
 from forebay.storage.store import Store
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import ForebayError, PrepareError, package_for
+from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
 from forebay.prepare.progress import name_of, read_all
 from forebay.prepare.results import Committing
-from forebay.prepare.settings import Json
 from forebay.storage.store import Store
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.

@@ -86,7 +86,7 @@ def block_probabilities(page: ScannedPage, model: Model) -> F32:
     return predict(np.concatenate([columns, context.T]), model.second)
 
 
-def choose_blocks(page: ScannedPage, probability: F32, share: float = SHARE, title: bool = False) -> BOOL:
+def choose_blocks(page: ScannedPage, probability: F32, share: float, title: bool) -> BOOL:
     """bool [blocks]: those to keep; at least one if there are any.
 
     A row of a data table is kept as its likeliest cell is. `title`: keep the `h1` before the text, unless it is

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError, printable
+from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sampling import describe_sample
-from forebay.prepare.settings import Json
 from forebay.prepare.stats import Usage, bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons
@@ -46,7 +46,7 @@ class Output(Protocol):
     def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
         """The name, id and lineage of the output in a store. Raises PrepareError if it is damaged."""
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         """Write everything, `marker` last."""
 
 

@@ -24,13 +24,13 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.layout import KEY
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.formats.sources import table_of_stream
+from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.scores.base import recorded_scores
 from forebay.prepare.scores.columns import COPIES, Subset
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import is_score
 from forebay.prepare.tasks.keys import hash_json
@@ -55,7 +55,7 @@ class TextOutput(MarkedOutput):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         examine_kept(run, corpus)
         content = {"files": [asdict(file) for file in export_files(run, corpus, self.name)]}
         return self.conclude(run, corpus, content, counts_of(corpus, corpus.stats.last.documents_out), lineage)
@@ -67,7 +67,7 @@ class LanguageModelOutput(MarkedOutput):
     name = "lm"
     marker = "lm.json"
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
         examine_kept(run, corpus)
@@ -106,8 +106,8 @@ class ExportTask:
     work: Store
     out: Store
     index: int
-    subsets: tuple[str, ...] = ()
-    recorded: str = "{}"
+    subsets: tuple[str, ...]
+    recorded: str
 
     @property
     def split(self) -> InputSplit:

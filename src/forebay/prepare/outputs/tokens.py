@@ -38,13 +38,13 @@ from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.inputs import InputSplit
 from forebay.formats.token_stream import MAX_TOKENS
+from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import read_items
 from forebay.prepare.extend import link_slices, parent_of
 from forebay.prepare.outputs.base import MarkedOutput, Output, WrittenFile, conclude, counts_of, no_documents, put_file
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import describe_position
 from forebay.prepare.tasks.encode import EncodeTask, encode, left_out_rows
 from forebay.prepare.tasks.keys import hash_json
@@ -88,8 +88,7 @@ class DatasetOutput(Output):
         manifest = Manifest.from_json(store.read(MANIFEST_FILE))
         return manifest.name, manifest.id, manifest.lineage
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
-        assert tokenizer is not None
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         parts = shuffled(run, encode_corpus(run, corpus, tokenizer, run.store))
         files = {TOKENIZER_FILE: tokenizer.sha256}
         if run.recipe.dedup.signatures and corpus.dedup is not None:
@@ -134,8 +133,7 @@ class ReportOutput(Output):
     def load(self, store: Store) -> tuple[str, str, Mapping[str, Any]]:
         raise UsageError(f"{store.url}: expected a dataset, got a report alone. Choose another --to.")
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
-        assert tokenizer is not None
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         parts = encode_corpus(run, corpus, tokenizer, run.work)
         run.end_of_tasks()
         counts = counts_of(corpus, *count_all(parts))
@@ -235,7 +233,7 @@ def _discard_other_plans(run: PrepareRun, plan: bytes) -> None:
     run.work.write("plans/current", plan)
 
 
-def write_documents(store: Store, corpus: Corpus, parts: Sequence[EncodedPart], parent: Path | None = None) -> str:
+def write_documents(store: Store, corpus: Corpus, parts: Sequence[EncodedPart], parent: Path | None) -> str:
     """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256.
 
     The rows of the file `parent` come first.
@@ -288,8 +286,7 @@ class MegatronOutput(MarkedOutput):
         if any(stage.name == "subset" for stage in recipe.stages):
             raise UsageError("subset: expected --to parquet, got megatron. Write text, then prepare each folder of it.")
 
-    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: Json) -> PrepareResult:
-        assert tokenizer is not None
+    def write(self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile, lineage: Json) -> PrepareResult:
         parts = shuffled(run, encode_corpus(run, corpus, tokenizer, run.store))
         plan = write_parts(run.work, "plans/megatron", parts)
         sizes = run.store.sizes("tokens/")

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.inputs import RESERVED_COLUMNS
+from forebay.json_types import Json
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, without_paths
 from forebay.prepare.settings import check_fields, plain
 
@@ -187,9 +188,9 @@ def segments(stages: Iterable[Stage]) -> list[tuple[Stage, ...]]:
     return [tuple(segment) for segment in out]
 
 
-def recorded_scores(stages: Iterable[Stage]) -> dict[str, Any]:
+def recorded_scores(stages: Iterable[Stage]) -> Json:
     """What made each column of scores: the scorer's name, version and settings, as files keep it."""
-    scored: dict[str, Any] = {}
+    scored: Json = {}
     for stage in stages:
         scored |= getattr(stage, "scored", {})
     return scored

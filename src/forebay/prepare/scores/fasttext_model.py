@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from forebay.arrays import F32, I64, U8, Array
 from forebay.errors import UsageError
+from forebay.json_types import Json
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.scores import fasttext_kernels as kernels
 
@@ -125,7 +126,7 @@ class _Parser:
         hashes = maxn > 0 or ngrams > 1
         if rows < num_words or (hashes and prune is None and rows < num_words + bucket):
             self._fail("matrices that do not fit its dictionary")
-        hashed: dict[str, Any] = {"present": np.zeros(0, np.uint64), "ranks": np.zeros(0, np.int32)}
+        hashed: Json = {"present": np.zeros(0, np.uint64), "ranks": np.zeros(0, np.int32)}
         if hashes and prune is not None:
             hashed = self._hashed(prune, num_words, bucket, matrix)
         output = self._matrix(self._read("?") and quantised, dim)["dense"]
@@ -156,7 +157,7 @@ class _Parser:
         pairs = self._array("<i4", num_pruned, 2).tolist() if num_pruned else []
         return starts, stops, counts, num_words, dict(pairs)
 
-    def _hashed(self, prune: dict[int, int], num_words: int, bucket: int, matrix: dict[str, Any]) -> dict[str, Any]:
+    def _hashed(self, prune: dict[int, int], num_words: int, bucket: int, matrix: Json) -> Json:
         """Which features have rows; the rows of `matrix` are put in the order of the features."""
         features, targets = (np.array(list(values), np.int64) for values in (prune.keys(), prune.values()))
         rows = max(len(matrix["codes"]), len(matrix["dense"])) - num_words
@@ -172,7 +173,7 @@ class _Parser:
                 matrix[name] = matrix[name][order]
         return {"present": present, "ranks": np.cumsum([0, *np.bitwise_count(present)[:-1]]).astype(np.int32)}
 
-    def _matrix(self, quantised: bool, dim: int) -> dict[str, Any]:
+    def _matrix(self, quantised: bool, dim: int) -> Json:
         if not quantised:
             rows, columns = self._read("qq")
             if columns != dim:

@@ -8,23 +8,20 @@ deduplication, so that a document that is dropped here does not stand for its co
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from forebay.formats.inputs import InputSplit
-from forebay.prepare.dedup.methods import Dedup
+from forebay.json_types import Json
 from forebay.prepare.documents import Map, Stage, part_batches
-from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.scores.base import number_column
-from forebay.prepare.settings import Json
 from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.stages import Rejects, run_stages
+from forebay.prepare.tasks.stages import Rejects, StagesTask, run_stages
 from forebay.prepare.tasks.text import TextResult, conclude_task, open_documents
 from forebay.storage.store import Store
 
@@ -103,28 +100,17 @@ def column_percentiles(
 
 
 @dataclass(frozen=True)
-class SegmentTask:
-    """Stages over the documents of a part, signed for `dedup` if that is given."""
+class SegmentTask(StagesTask):
+    """Stages over the documents of a part."""
 
     part: TextPart
     text: TextResult
-    split: InputSplit
-    stages: tuple[Stage, ...]
-    earlier: tuple[str, ...]
-    dedup: Dedup | None
-    store: Store
-    recipe_key: str
-    limits: Limits = field(default_factory=Limits)
 
     @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on."""
         signature = self.dedup.signature() if self.dedup else {}
         return hash_json([SEGMENT_VERSION, self.text.name, self.recipe_key, signature, repr(self.limits)])
-
-    @property
-    def prefix(self) -> str:
-        return f"tasks/{self.name}"
 
     @property
     def label(self) -> str:
@@ -134,7 +120,7 @@ class SegmentTask:
 def process_segment(task: SegmentTask, scale: int) -> TextResult:
     """Run the stages over the part, and sign what is kept. `scale` is not used: batches stay as they are."""
     stats, rejects = StageStats(), Rejects(task.split)
-    with open_documents(task.store, task.prefix, task.dedup) as out:
+    with open_documents(task.store, f"tasks/{task.name}", task.dedup) as out:
         for _, batch in part_batches(task.store, task.part.arrow):
             for kept_rows in run_stages(task, batch, stats, rejects):
                 out.add(kept_rows)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.arrays import I64, U64, Array
+from forebay.arrays import I64, U64, Array, DType
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.documents import Map, read_items
@@ -96,8 +96,8 @@ class ShuffleTask:
     first_key: int
     last_key: int
     store: Store
-    low: int = _KEYS[0]
-    high: int = _KEYS[1]
+    low: int
+    high: int
 
     @property
     def name(self) -> str:
@@ -208,7 +208,7 @@ class _Run:
     def edges(self, kind: str) -> I64:
         return self.id_edges if kind == "ids" else self.token_edges
 
-    def read(self, kind: str, item: np.dtype[Any], count: int, start: int) -> Array:
+    def read(self, kind: str, item: DType, count: int, start: int) -> Array:
         """Items of `tokens` or `ids`."""
         return read_items(self.store, self.part.object(kind), item, count, start)
 
@@ -260,9 +260,7 @@ def _write_sorted(
             file.writelines(copy(sources, kind, item, owner, starts, lengths))
 
 
-def _from_memory(
-    sources: list[_Run], kind: str, item: np.dtype[Any], owner: Any, starts: Any, lengths: Any
-) -> Iterator[bytes]:
+def _from_memory(sources: list[_Run], kind: str, item: DType, owner: Any, starts: Any, lengths: Any) -> Iterator[bytes]:
     def read(source: _Run) -> Array:
         edges = source.edges(kind)
         return source.read(kind, item, int(edges[-1] - edges[0]), int(edges[0]))
@@ -282,9 +280,7 @@ def _from_memory(
         yield np.concatenate(pending).tobytes()
 
 
-def _from_files(
-    sources: list[_Run], kind: str, item: np.dtype[Any], owner: Any, starts: Any, lengths: Any
-) -> Iterator[bytes]:
+def _from_files(sources: list[_Run], kind: str, item: DType, owner: Any, starts: Any, lengths: Any) -> Iterator[bytes]:
     for index, start, length in zip(owner.tolist(), starts.tolist(), lengths.tolist()):
         source, step = sources[index], _WRITE_BYTES // item.itemsize
         for first in range(start, start + length, step):

@@ -14,7 +14,6 @@ import numpy as np
 from pydantic import Field
 
 from forebay.arrays import I64, U32, Array
-from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.dataset.lengths import encode_lengths
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
@@ -97,9 +96,9 @@ class SliceTask:
     index: int
     work: Store
     out: Store
-    shape: RowShape | None = None
-    chunk_bytes: int = MAX_CHUNK_BYTES
-    first: int = 0
+    shape: RowShape | None
+    chunk_bytes: int
+    first: int
 
     @property
     def name(self) -> str:
@@ -132,7 +131,7 @@ class TokenCut:
             return stop, document_ends.first + int(np.searchsorted(document_ends.until(stop, 1 << 62), stop, "right"))
         budget = self.slice_bytes - TOKEN_HEADER_BYTES
         near = document_ends.until(min(document_ends.total, start + budget // itemsize), budget // 8 + 1)
-        stop, inside = next_cut(near, start, 0, document_ends.total, itemsize, self.slice_bytes)
+        stop, inside = next_cut(near, start, document_ends.total, itemsize, self.slice_bytes)
         return stop, document_ends.first + inside
 
 
@@ -155,16 +154,14 @@ class RowCut:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """A list of parts to `NAME.cuts`, i64 [slices + 1, 2]: where slices begin, in tokens and in document ends."""
+    """A list of parts to `NAME.cuts`, i64 [slices + 1, 2]: where slices begin, in tokens and in document ends.
 
-    parts: str
+    `name` is that of the list, which is also a hash of the settings.
+    """
+
+    name: str
     cut: TokenCut | RowCut
     store: Store
-
-    @property
-    def name(self) -> str:
-        """That of the list, which is also a hash of the settings."""
-        return self.parts
 
 
 def plan_slices(
@@ -210,9 +207,9 @@ def _groups(parts: Sequence[EncodedPart]) -> Iterator[Sequence[EncodedPart]]:
 
 def write_plan(task: PlanTask, scale: int = 0) -> int:
     """Run a PlanTask. Returns the number of slices. `scale` changes nothing."""
-    document_ends = DocumentEnds(task.store, read_parts(task.store, task.parts))
-    task.store.write(f"{task.parts}.cuts", _cuts(document_ends, task.cut))
-    return task.store.size(f"{task.parts}.cuts") // 16 - 1
+    document_ends = DocumentEnds(task.store, read_parts(task.store, task.name))
+    task.store.write(f"{task.name}.cuts", _cuts(document_ends, task.cut))
+    return task.store.size(f"{task.name}.cuts") // 16 - 1
 
 
 def _cuts(document_ends: "DocumentEnds", cut: TokenCut | RowCut) -> Iterator[bytes]:
@@ -231,7 +228,7 @@ def slice_tasks(
     tasks: list[SliceTask] = []
     for plan, count in zip(plans, slices):
         before = first + len(tasks)
-        tasks += [SliceTask(plan.parts, i, plan.store, out, shape, chunk_bytes, before) for i in range(count)]
+        tasks += [SliceTask(plan.name, i, plan.store, out, shape, chunk_bytes, before) for i in range(count)]
     return tasks
 
 

@@ -10,8 +10,8 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -19,12 +19,14 @@ import pyarrow as pa
 from forebay.errors import ForebayError, PrepareError
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record
+from forebay.json_types import Json
 from forebay.prepare.compiled import work_time
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, set_activity, worker_for
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import row_position
 from forebay.prepare.stats import StageStats, mix64, peak_bytes, text_bytes
+from forebay.storage.store import Store
 
 REJECT_CHARACTERS = 200
 MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
@@ -34,17 +36,21 @@ _MAX_FAULTS = 32  # After so many documents of a split that did so, whole batche
 Reject = Json
 
 
-class StagesTask(Protocol):
-    """What `run_stages` needs of a task; `earlier` are the names of stages that ran before those of the task."""
+@dataclass(frozen=True)
+class StagesTask:
+    """Stages over the documents of a split, signed for `dedup` if that is given.
 
-    @property
-    def split(self) -> InputSplit: ...
-    @property
-    def stages(self) -> tuple[Stage, ...]: ...
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def earlier(self) -> tuple[str, ...]: ...
+    `earlier` are the names of stages that ran before those of the task; `recipe_key` hashes all else that the result
+    depends on.
+    """
+
+    split: InputSplit
+    stages: tuple[Stage, ...]
+    earlier: tuple[str, ...]
+    dedup: Dedup | None
+    store: Store
+    recipe_key: str
+    limits: Limits
 
 
 def run_stages(

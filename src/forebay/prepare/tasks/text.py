@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,14 +20,14 @@ import pyarrow as pa
 from forebay.formats.inputs import InputSplit, ReadOptions, ReadTrace, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
+from forebay.json_types import Json
 from forebay.prepare.compiled import work_time
 from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
-from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
+from forebay.prepare.engines.sandbox import run_in_fork, set_activity
 from forebay.prepare.inputs import read_split, text_format
 from forebay.prepare.path_lists import downloaded
 from forebay.prepare.progress import MAX_LISTED, TaskCounts, tick
-from forebay.prepare.settings import Json
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
@@ -37,6 +37,7 @@ from forebay.prepare.tasks.stages import (
     REJECT_CHARACTERS,
     Reject,
     Rejects,
+    StagesTask,
     json_line,
     load_for_forks,
     run_stages,
@@ -54,23 +55,13 @@ _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 @dataclass(frozen=True)
-class TextTask:
-    """A split to read and filter; `recipe_key` hashes all else that the result depends on (`task_key`).
+class TextTask(StagesTask):
+    """A split to read and filter; its `recipe_key` is that of `task_key`. `source` reads a split that is no file."""
 
-    The kept documents are signed for `dedup`, if that is given. `source` reads a split that is no file.
-    """
-
-    split: InputSplit
     read: ReadOptions
-    stages: tuple[Stage, ...]
-    dedup: Dedup | None
     sample: float
-    store: Store
-    recipe_key: str
-    limits: Limits = field(default_factory=Limits)
-    source: DocumentSource | None = None
-    hashes: bool = True  # Whether the files that begin in it are hashed, which reads all of them.
-    earlier: tuple[str, ...] = ()
+    source: DocumentSource | None
+    hashes: bool  # Whether the files that begin in it are hashed, which reads all of them.
 
     @cached_property
     def name(self) -> str:
@@ -88,11 +79,6 @@ class TextTask:
     def position(self) -> tuple[str, int]:
         """The path of its first file, and from where it is read."""
         return os.path.realpath(self.split.files[0].path), self.split.start
-
-    @property
-    def prefix(self) -> str:
-        """Of the names of its objects."""
-        return f"tasks/{self.name}"
 
     def load(self) -> None:
         """Called before processes for such tasks are forked."""
@@ -124,11 +110,11 @@ class TextResult:
     malformed: int
     places: int
     bytes_out: int
-    sha256s: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    hits: int = 0
-    signed: Signed | None = None
-    bytes_in: int = 0  # Of the text that was read.
+    sha256s: dict[str, str]
+    failed: dict[str, tuple[str, int, int]]
+    hits: int
+    signed: Signed | None
+    bytes_in: int  # Of the text that was read.
     counts: TaskCounts | None = None  # Of the call that ran it, for the record of its progress; not kept.
 
     @property
@@ -213,7 +199,7 @@ def process_split(task: TextTask, scale: int) -> TextResult:
 def _process(task: TextTask, split: InputSplit, scale: int) -> TextResult:
     stats, started = StageStats(), work_time()
     reader = _Reader(task, split, BATCH_BYTES >> (2 * scale), *_readable(task, split, scale))
-    with open_documents(task.store, task.prefix, task.dedup) as out:
+    with open_documents(task.store, f"tasks/{task.name}", task.dedup) as out:
         for batch in reader.batches(stats):
             for kept_rows in run_stages(task, batch, stats, reader):
                 out.add(kept_rows)

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from forebay.errors import UsageError
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
-from forebay.prepare.settings import Json
+from forebay.json_types import Json
 
 MAX_MESSAGES = 512
 MAX_CHARS = 32 << 20

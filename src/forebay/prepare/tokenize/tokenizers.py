@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
-from forebay.arrays import Array
+from forebay.arrays import Array, DType
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError, error_text
+from forebay.json_types import Json
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
@@ -68,8 +68,8 @@ class TokenizerFile:
     data: bytes
     vocab_size: int
     eos_id: int | None
-    bos_id: int | None = None
-    kind: str = "json"
+    bos_id: int | None
+    kind: str
     tokenizer: Tokenizer | None = None
 
     @property
@@ -82,7 +82,7 @@ class TokenizerFile:
         return "U16" if self.vocab_size <= 1 << 16 else "U32"
 
     @property
-    def numpy_dtype(self) -> np.dtype[Any]:
+    def numpy_dtype(self) -> DType:
         """`dtype` in NumPy, little endian."""
         return TOKEN_DTYPES[self.dtype]
 
@@ -253,7 +253,7 @@ def _describe(
     return TokenizerFile(description, data, max(vocab.values()) + 1, eos_id, bos_id, kind)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> Json:
     try:
         plain = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -309,7 +309,7 @@ def encode_batch(tokenizer: HubTokenizer, texts: Sequence[str]) -> list[Any]:
     return encodings
 
 
-def _growth(normalizer: dict[str, Any]) -> int:
+def _growth(normalizer: Json) -> int:
     growth = max(1, len(normalizer.get("content") or normalizer.get("prepend") or ""))
     for part in normalizer.get("normalizers", ()):
         growth *= _growth(part)
