@@ -179,7 +179,8 @@ def _find_member(text: str, issuers: list[Path]) -> str:
     if PEER_ID.fullmatch(text):  # a node chooses its name, which may be the peer id of another
         return text
     rows = [row for directory in issuers for row in _member_rows(directory)]
-    matches = [row for row in rows if text in (row["name"], row["serial"]) and row["state"] != "revoked"]
+    matches = [row for row in rows if text in (row["name"], row["serial"])]
+    matches = [row for row in matches if row["state"] != "revoked"] or matches[-1:]
     if len(matches) > 1:
         ids = ", ".join(f"{row['peer_id']} until {_date(row['expires_at'])}" for row in matches)
         raise UsageError(f"revoke: expected one member, got {text!r}, which {ids} have. Choose one of the peer ids.")

@@ -217,7 +217,7 @@ class Client(Closing):
         if not re.fullmatch("/[!-~]*", path):
             raise UsageError(f"request: expected a path of printable ASCII from /, got {path[:80]!r}")
         with client_span(request.method, path, request.address, request.headers):
-            connection = self._pool.acquire(request.address) or self._connect(request)
+            connection = self._pool.acquire(self._key(request)) or self._connect(request)
             was_pooled = connection.was_used
             try:
                 return self._send_once(connection, request, read)
@@ -254,7 +254,7 @@ class Client(Closing):
             if response is not None:
                 response.close()
             if can_keep:
-                self._pool.release(request.address, connection)
+                self._pool.release(connection.key, connection)
             else:
                 connection.close()
             if response is not None:
@@ -285,14 +285,20 @@ class Client(Closing):
         if self.identity is not None and (refusal := self.identity.refusal(peer)) is not None:
             raise NetworkError(f"peer at {address}: {refusal}")
 
+    def _key(self, request: _Request) -> tuple[str, Any]:
+        """Return the pool's key: a connection goes on with the certificate that it began with, which may expire."""
+        return request.address, self.identity and self.identity.certificate
+
     def _connect(self, request: _Request) -> Connection:
         host, port = parse_peer_address(request.address)
         connection: Connection
+        key = self._key(request)
         if self._context is None:
             connection = connections.PlainConnection(host, port)
             connection.peer = Peer("", b"", request.address)
         else:
             connection = connections.TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
+        connection.key = key
         try:
             connection.timeout = connections.remaining_s(request.deadline)
             connection.connect()

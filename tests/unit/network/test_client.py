@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client, ConnectionLostError, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Scope
-from forebay.network.pki.identity import join
+from forebay.network.pki.identity import join, renew
 from forebay.storage.connections import StreamedResponse
 from support.handlers import PatientClient
 from support.rude_peer import RudePeer, http
@@ -128,12 +128,20 @@ def test_nothing_is_sent_again_after_a_time_out(client, clock, method):
         assert len(peer.asked) == 2 and peer.connections == 1
 
 
+def test_a_renewed_certificate_has_connections_of_its_own(member, network_dir, make_identity):
+    """The earlier ones go on with the certificate that they began with, and are refused once it has expired."""
+    with RudePeer(make_identity("server"), lambda asked: OK) as peer:
+        assert get(member, peer) == get(member, peer) and peer.connections == 1
+        renew(network_dir, member.identity.node_dir)
+        assert member.identity.refresh() and get(member, peer) and peer.connections == 2
+
+
 def test_a_connection_that_the_peer_closed_meanwhile_is_not_used(client, clock):
     with RudePeer(None, lambda asked: OK) as peer:
         for _ in range(2):
             client.request_json(peer.address, "POST", "/x", {})
         assert peer.connections == 1
-        (connection,) = client._pool._idle[peer.address]
+        (connection,) = client._pool._idle[peer.address, None]
         peer.cut()
         until(lambda: not connection.is_connected)
         client.request_json(peer.address, "POST", "/x", {})
