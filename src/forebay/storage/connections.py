@@ -90,7 +90,6 @@ class _TlsSocket(_BoundedSocket, ssl.SSLSocket):
 
 class _ConnectionMixin:
     peer: Any = None  # from the server's certificate, set by the client of peers
-    key: Any = None  # in the pool of that client
     key: Any = None  # in a ConnectionPool
     public_only = False  # connect to public addresses only
     was_used = False  # a request was sent before
