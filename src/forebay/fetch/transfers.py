@@ -40,12 +40,13 @@ class ChunkTransfer:
 
     Args:
         chunks: To fetch, unless they are present: claimed, so that no other process fetches them; by default all.
+        read_leaves: Returns the hashes of the chunks where no source has them; raises ForebayError.
         run_bytes: Bytes of a request; by default 1 to 8 MiB.
     """
 
     def __init__(
         self, fetcher: RunFetcher, entry: ChunkFile, info: SliceInfo, origin: Sources, *,
-        chunks: I64 | None, run_bytes: int = 0,
+        chunks: I64 | None = None, read_leaves: Callable[[], bytes] = bytes, run_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.info, self._fetcher, self._entry = info, fetcher, entry
         self._end_state: Future[None] = Future()
@@ -58,7 +59,7 @@ class ChunkTransfer:
         self._lock = threading.RLock()  # guards all below
         self._base = entry.info.bytes - entry.bytes_of(chunks)
         self._runs = [
-            ChunkRun(entry, info.name, origin, int(run[0]), int(run[-1]) + 1, bytes, self._end_run, state)
+            ChunkRun(entry, info.name, origin, int(run[0]), int(run[-1]) + 1, read_leaves, self._end_run, state)
             for run in np.split(chunks, starts)
             if len(run)
         ]

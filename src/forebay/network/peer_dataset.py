@@ -220,8 +220,8 @@ class PeerOrigin(Origin):
 
 
 def open_peers(
-    url: str, *, identity: str | Path | Identity | None, dataset_id: str | None = None,
-    discovery: Discovery | None = None, timeouts: Timeouts | None = None, from_urls: FromUrls,
+    url: str, *, identity: str | Path | Identity | None = None, dataset_id: str | None = None,
+    discovery: Discovery | None = None, timeouts: Timeouts | None = None, from_urls: FromUrls = "",
 ) -> PeerOrigin:  # fmt: skip
     """Return the origin at `forebay://NETWORK/NAME`.
 
