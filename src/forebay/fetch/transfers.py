@@ -4,8 +4,6 @@ The hashes of a slice's chunks come from its sources, or from the dataset's `chu
 by a check of the caller. A killed transfer goes on with the chunks that are complete.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
