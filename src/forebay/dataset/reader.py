@@ -4,8 +4,6 @@ Opening reads two files and no slice. A slice is hashed when it is first used, o
 A dataset keeps at most 64 slices mapped; arrays that callers keep stay valid.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import OrderedDict
@@ -145,7 +143,7 @@ class Dataset:
             return {name: array[inside] for name, array in self.open_slice(slice_index).tensors.items()}
         return self._documents.tokens(number)
 
-    def document(self, index: int) -> Document:
+    def document(self, index: int) -> "Document":
         """Document `index` with its tokens, its source, and its text if the dataset has its tokenizer.
 
         Raises:
@@ -166,7 +164,7 @@ class Dataset:
         return [get_item(index) for index in range(min(n, len(self)))]
 
     @cached_property
-    def _documents(self) -> Documents:
+    def _documents(self) -> "Documents":
         from forebay.dataset.documents import Documents
 
         return Documents(self)

@@ -4,8 +4,6 @@ The hashes of a slice's chunks come from its sources, or from the dataset's `chu
 by a check of the caller. A killed transfer goes on with the chunks that are complete.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -40,12 +38,13 @@ class ChunkTransfer:
 
     Args:
         chunks: To fetch, unless they are present: claimed, so that no other process fetches them; by default all.
+        read_leaves: Returns the hashes of the chunks where no source has them; raises ForebayError.
         run_bytes: Bytes of a request; by default 1 to 8 MiB.
     """
 
     def __init__(
         self, fetcher: RunFetcher, entry: ChunkFile, info: SliceInfo, origin: Sources, *,
-        chunks: I64 | None, run_bytes: int = 0,
+        chunks: I64 | None = None, read_leaves: Callable[[], bytes] = bytes, run_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.info, self._fetcher, self._entry = info, fetcher, entry
         self._end_state: Future[None] = Future()
@@ -58,7 +57,7 @@ class ChunkTransfer:
         self._lock = threading.RLock()  # guards all below
         self._base = entry.info.bytes - entry.bytes_of(chunks)
         self._runs = [
-            ChunkRun(entry, info.name, origin, int(run[0]), int(run[-1]) + 1, bytes, self._end_run, state)
+            ChunkRun(entry, info.name, origin, int(run[0]), int(run[-1]) + 1, read_leaves, self._end_run, state)
             for run in np.split(chunks, starts)
             if len(run)
         ]

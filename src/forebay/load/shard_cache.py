@@ -7,8 +7,6 @@ times that without a download; 1.6 to 3.7 times with threads). The process is no
 would run the user's program again. Cost: 0.4 s of a processor to start, and 60 MB.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

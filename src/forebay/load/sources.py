@@ -1,7 +1,5 @@
 """Opens what a loader reads: a directory, a URL, a dataset of another format, an open dataset, or a mixture of them."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -77,7 +75,7 @@ class Mixture:
         return html.card("Mixture", {**self.datasets, **weights})
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> Mixture:
+    def from_toml(cls, path: str | Path) -> "Mixture":
         """Read a mixture from a TOML file.
 
             [datasets]

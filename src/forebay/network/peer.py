@@ -91,7 +91,7 @@ class Provider:
 
     peer_id: str
     address: str
-    is_origin: bool
+    is_origin: bool = True
 
     @property
     def is_url(self) -> bool:

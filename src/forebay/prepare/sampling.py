@@ -5,8 +5,6 @@ documents, by a hash of their position: so of each kind the share of the input's
 1977, "Sampling Techniques", section 6.10 (ratios of stratified samples); Wilson 1927.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,7 +41,7 @@ class Sampling:
     """Of each split: documents dropped, by stage and reason, and microseconds: of reading, and all others."""
 
     @classmethod
-    def of(cls, splits: list[InputSplit], fraction: float, scale: float = 1.0) -> Sampling:
+    def of(cls, splits: list[InputSplit], fraction: float, scale: float = 1.0) -> "Sampling":
         """About that share of the splits of each kind, two at least, and the share of their documents that is exact.
 
         The whole input is `scale` times the splits. Splits are taken evenly over their sizes, and over the input where

@@ -4,8 +4,6 @@ A key of a bucket is literal: `#`, `?`, `%`, `+` and the like are characters of 
 at the end whose names are all options of a bucket (`?endpoint=http://host:9000&region=auto`) is none of the key.
 """
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re
@@ -39,7 +37,7 @@ class BucketAddress(NamedTuple):
     options: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def parse(cls, url: str) -> BucketAddress:
+    def parse(cls, url: str) -> "BucketAddress":
         """Return the parts of `SCHEME://BUCKET[/KEY][?OPTION=VALUE&…]`; an option without a value is none."""
         scheme, _, rest = full_url(url).partition("://")
         head, mark, query = rest.rpartition("?")

@@ -5,8 +5,6 @@ going on reads nothing twice. Size: 40 to 50 % of the text in the buffer (base64
 documents of 3 KB, written and read in 0.3 s. A buffer of 1000 has a tenth of it, one of 0 next to nothing.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterable, Mapping
@@ -55,7 +53,7 @@ class LaneState:
         }
 
     @classmethod
-    def from_dict(cls, state: Any, dtype: Any) -> LaneState:
+    def from_dict(cls, state: Any, dtype: Any) -> "LaneState":
         """Return the inverse of `to_dict`. Raises StateError."""
         state = state if isinstance(state, dict) else {}
         counts, numbers = state.get("counts"), _integers(state, _LANE_INTEGERS)
@@ -102,7 +100,7 @@ class StreamState:
         }
 
     @classmethod
-    def from_dicts(cls, states: Any, identity: Mapping[str, Any], lanes: Iterable[int], dtype: Any) -> StreamState:
+    def from_dicts(cls, states: Any, identity: Mapping[str, Any], lanes: Iterable[int], dtype: Any) -> "StreamState":
         """Return the inverse of `to_dict`, of one dict or of several with other lanes.
 
         Raises:
