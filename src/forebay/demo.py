@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from forebay.base import Json
 from forebay.dataset.reader import open_dataset
 from forebay.errors import ForebayError, NetworkError
-from forebay.json_types import Json
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.certificates import verify_certificate

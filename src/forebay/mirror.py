@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forebay.base import Json
 from forebay.dataset.chunks import CHUNKS_FILE, hash_slice
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, SliceInfo, dataset_id
 from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
@@ -29,7 +30,6 @@ from forebay.fetch.downloads import Workers
 from forebay.fetch.engine import RunFetcher
 from forebay.fetch.runs import Sources
 from forebay.fetch.transfers import FileTransfer, map_path_of
-from forebay.json_types import Json
 from forebay.load.shard_cache import ShardCache
 from forebay.load.shard_files import ShardInfo, find_shard, list_shards, pair_map, read_layout, verify_pair
 from forebay.storage.addresses import is_bucket

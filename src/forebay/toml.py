@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from forebay.base import Json
 from forebay.errors import UsageError
-from forebay.json_types import Json
 
 
 def read_toml(path: str | Path) -> Json:

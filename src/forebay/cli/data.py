@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.base import Json
 from forebay.cli.arguments import (
     add_settings,
     file,
@@ -26,7 +27,6 @@ from forebay.cli.arguments import (
 )
 from forebay.cli.running import add_from_urls
 from forebay.errors import MALFORMED, DatasetError, ForebayError, PrepareError, UsageError
-from forebay.json_types import Json
 from forebay.toml import parse_settings
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from forebay.base import Json
 from forebay.cli.arguments import address, days, file, folder, positive, print_result, show
 from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
-from forebay.json_types import Json
 from forebay.network.peer import ROLES, Scope
 from forebay.storage.retry import log_while_waiting
 from forebay.units import numbered

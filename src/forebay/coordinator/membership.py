@@ -17,9 +17,9 @@ workers first catch up to the furthest, as each does a part of every step; a dea
 
 from dataclasses import replace
 
+from forebay.base import Json
 from forebay.coordinator import messages
 from forebay.coordinator.messages import Action, RankGeneration, RunMember, RunState
-from forebay.json_types import Json
 
 MAX_SEATS = 4096  # of workers that left, too; those that finished a step longest ago are forgotten first
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from forebay.base import Json
 from forebay.coordinator import messages
 from forebay.coordinator.messages import STATE_VERSION, Action, Formed, Gap, LogLine, Rules, RunState, Stepped
 from forebay.errors import StateError
-from forebay.json_types import Json
 from forebay.machine import own_directory
 from forebay.storage.locks import locked_error
 

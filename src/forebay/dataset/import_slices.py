@@ -8,6 +8,7 @@ Costs one reading of all bytes, for their hashes; writes four small files.
 from dataclasses import replace
 from pathlib import Path
 
+from forebay.base import Json
 from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size, hash_slice
 from forebay.dataset.lengths import encode_lengths
 from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
@@ -15,7 +16,6 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import Slice, check_document_ends, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write, path_below, remove_stale
-from forebay.json_types import Json
 
 
 def import_slices(directory: str | Path, name: str | None = None) -> Dataset:

@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.arrays import I32, I64, U8, DType
+from forebay.base import Json
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, HashedPieces
 from forebay.dataset.parquet_pages import Footer, pages, read_footer
 from forebay.errors import DatasetError, UsageError
-from forebay.json_types import Json
 
 # The manifest has a field `bytes`, which hides the type's name inside the classes.
 Bytes: TypeAlias = bytes

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from forebay.arrays import I64, U64
+from forebay.base import Json
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, first_chunks, hash_slice, read_leaves, root_of
 from forebay.dataset.lengths import read_document_ends
 from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
@@ -27,7 +28,6 @@ from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedChunks
 from forebay.errors import DatasetError, UsageError
 from forebay.files import nothing_there, open_below, path_below
-from forebay.json_types import Json
 from forebay.maps import release_pages
 from forebay.units import numbered
 

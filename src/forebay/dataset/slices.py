@@ -19,10 +19,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from forebay.arrays import U8, U16, U32, U64, Array, DType
+from forebay.base import Json
 from forebay.dataset.chunks import MAX_CHUNK_BYTES, ChunkHasher, root_of
 from forebay.errors import DatasetError, UsageError
 from forebay.files import open_atomic
-from forebay.json_types import Json
 from forebay.maps import map_file
 
 MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.

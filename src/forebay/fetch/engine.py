@@ -26,7 +26,7 @@ from typing import cast
 
 import numpy as np
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.dataset.chunks import HASH_BYTES, root_of
 from forebay.errors import DatasetError, IntegrityError, NetworkError, ProtocolError, UsageError, WrongBytesError
 from forebay.fetch.chunk_file import PRESENT, UNVERIFIED

@@ -24,12 +24,12 @@ import zstandard
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.arrays import I64, U8, U64, Array, DType
+from forebay.base import Json
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import external, tables
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.jsonl import json_values
 from forebay.formats.records import batched
-from forebay.json_types import Json
 from forebay.storage.compression import bounded_unpack, limit_large_blocks
 
 INDEX_FILE = "index.json"

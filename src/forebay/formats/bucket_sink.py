@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import orjson
 
+from forebay.base import Json
 from forebay.dataset.chunks import HASH_BYTES, chunk_size, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES, dataset_id
 from forebay.dataset.slices import hash_file
@@ -39,7 +40,6 @@ from forebay.formats.conversion import (
 )
 from forebay.formats.sources import verify_table
 from forebay.formats.tables import contains, is_bytes
-from forebay.json_types import Json
 from forebay.machine import own_directory
 from forebay.storage.locks import acquire_now
 from forebay.storage.origins import object_state, open_origin

@@ -23,12 +23,12 @@ import pyarrow as pa
 
 from forebay import maps
 from forebay.arrays import U8, U64, Array, DType
+from forebay.base import Json
 from forebay.dataset.chunks import MAX_CHUNK_BYTES
 from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, VerifyReport
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
-from forebay.json_types import Json
 from forebay.storage.compression import limit_large_blocks
 from forebay.storage.remote_path import RemotePath
 

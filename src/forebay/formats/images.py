@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.arrays import U8
+from forebay.base import Json
 from forebay.errors import DatasetError, UsageError, package_for
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.records import batched
 from forebay.formats.tables import BATCH_BYTES, column_of, field_of, is_bytes, rows_at_once
-from forebay.json_types import Json
 from forebay.machine import num_cores
 
 _SPLITS = ("train", "val", "valid", "validation", "test")

@@ -20,13 +20,13 @@ import pyarrow as pa
 from pydantic import BaseModel, Field
 
 from forebay.arrays import I64, U8, Array
+from forebay.base import Json
 from forebay.errors import DatasetError
 from forebay.files import path_below
 from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, Encoding, damaged
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
-from forebay.json_types import Json
 
 _EXPECTED = "LitData's index of chunks neither encrypted nor framed (compression_level='chunk')"
 _NUMPY = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]

@@ -22,13 +22,13 @@ import pyarrow as pa
 from pydantic import BaseModel, Field
 
 from forebay.arrays import I64, U8, Array, DType
+from forebay.base import Json
 from forebay.errors import DatasetError, UsageError
 from forebay.files import path_below
 from forebay.formats import blocks, external, layout
 from forebay.formats.blocks import INDEX_FILE, damaged, read_offsets
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.token_stream import build_stream, documents
-from forebay.json_types import Json
 
 _KINDS = ("f2", "f4", "f8", *(f"{sign}{width}" for sign in "iu" for width in (1, 2, 4, 8)))
 _TYPES = {np.dtype(kind).name: f"<{kind}" for kind in _KINDS}

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from forebay.base import Json
 from forebay.dataset.parquet_pages import Page, pages
 from forebay.errors import CorruptInputError, UsageError, error_text
 from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
@@ -27,7 +28,6 @@ from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import SPLIT_BYTES, Extents, InputFile, InputSplit, ReadOptions, open_stored
 from forebay.formats.records import Record, batched
 from forebay.formats.tables import rows_at_once, write_parts
-from forebay.json_types import Json
 
 _BATCH_ROWS = 4096
 _RUN_BYTES = 64 << 20

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.arrays import Array, DType
+from forebay.base import Json
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import TableSource
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.inputs import TEXT_KEYS
-from forebay.json_types import Json
 
 _MAX_FINDINGS = 1000  # Of one file or dataset.
 _FETCH = "fetch or write it again"

@@ -20,6 +20,7 @@ import orjson
 import pyarrow as pa
 
 from forebay.arrays import I64, U8, Array
+from forebay.base import Json
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size
 from forebay.dataset.lengths import encode_lengths
@@ -36,7 +37,6 @@ from forebay.formats.images import with_images
 from forebay.formats.layout import KEY, is_token_list
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.token_stream import build_stream, slices_of
-from forebay.json_types import Json
 
 REJECTS_FILE = "rejects.jsonl"
 _IGNORED = -100

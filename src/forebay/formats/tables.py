@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import zstandard
 
 from forebay.arrays import I64, Array, DType
+from forebay.base import Json
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, Written
 from forebay.formats.detect import detect
@@ -30,7 +31,6 @@ from forebay.formats.external import read_head
 from forebay.formats.inputs import InputFile, ReadOptions, open_input
 from forebay.formats.records import batched
 from forebay.formats.report import Report
-from forebay.json_types import Json
 from forebay.storage.compression import sniff_compression
 from forebay.storage.remote_path import RemotePath
 

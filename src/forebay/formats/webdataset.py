@@ -22,6 +22,7 @@ import orjson
 import pyarrow as pa
 
 from forebay.arrays import Array
+from forebay.base import Json
 from forebay.errors import CorruptInputError, DatasetError, UsageError
 from forebay.formats import tables
 from forebay.formats.base import Format
@@ -35,7 +36,6 @@ from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, decoded_document
 from forebay.formats.vectors import read_header
-from forebay.json_types import Json
 
 _DOCUMENT_KINDS = ("txt", "text", "json", "jsonl", "html", "htm")
 _MAX_MEMBERS = 1000

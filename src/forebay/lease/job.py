@@ -10,7 +10,7 @@ import time
 import weakref
 from pathlib import Path
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.errors import DatasetError, ForebayError, NetworkError, ProtocolError, UsageError
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.network.client import Client

@@ -29,8 +29,8 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
+from forebay.base import Json
 from forebay.errors import ProtocolError, printable
-from forebay.json_types import Json
 from forebay.ledger.chain import Used
 from forebay.network.messages import Address, Count, Name, Ranges, Sha256
 from forebay.network.peer import Provider

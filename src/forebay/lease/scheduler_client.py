@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from forebay.base import Json
 from forebay.errors import NetworkError
-from forebay.json_types import Json
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.messages import REVOKED, STALE_ATTEMPT

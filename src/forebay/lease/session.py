@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.errors import ForebayError
 from forebay.fetch.feed import ChunkFeed
 from forebay.lease.fetching import CacheIndex, GrantedProviders, LeaseFetches

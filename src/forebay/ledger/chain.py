@@ -17,8 +17,8 @@ from typing import Annotated, Any, BinaryIO
 import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 
+from forebay.base import Json
 from forebay.errors import LedgerError
-from forebay.json_types import Json
 
 GENESIS = "0" * 64
 READ_BYTES = 1 << 20

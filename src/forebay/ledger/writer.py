@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.errors import LedgerError
 from forebay.files import sync_file
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, entry_before, iter_entries, make_entry

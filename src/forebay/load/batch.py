@@ -15,8 +15,8 @@ from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.base import Json
 from forebay.errors import UsageError
-from forebay.json_types import Json
 from forebay.load.arguments import check_choice
 
 IGNORE_INDEX = -100  # The label that torch's cross entropy ignores by default.

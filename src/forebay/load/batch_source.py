@@ -10,7 +10,7 @@ from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, overload
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.errors import UsageError, package_for
 from forebay.load.batch import NumpyRows, NumpyTokens, RowBatch, Style, TokenBatch
 from forebay.load.prefetch import Prefetcher

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
+from forebay.base import Json
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError
-from forebay.json_types import Json
 from forebay.load import display
 from forebay.load.batch import NumpyRows, NumpyTokens
 from forebay.load.batch_source import Batches, BatchT, Convert, Opened, RunningSource, Take

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
+from forebay.base import Json
 from forebay.dataset.reader import Dataset
 from forebay.errors import UsageError, did_you_mean
-from forebay.json_types import Json
 from forebay.load.arguments import batch_sizes, check_choice
 from forebay.load.packing import DocumentSubset
 from forebay.load.samples import PACKINGS, SPLITS

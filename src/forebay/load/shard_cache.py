@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from forebay.arrays import I64, Array
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.dataset.chunks import num_chunks
 from forebay.errors import DatasetError, ForebayError, IntegrityError, UsageError
 from forebay.fetch.cache import ChunkCache, Group

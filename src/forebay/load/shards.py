@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from forebay.arrays import I64, Array
-from forebay.closing import Closing
+from forebay.base import Closing, Json
 from forebay.dataset.reader import local_path
 from forebay.errors import ForebayError, UsageError, full_url
 from forebay.fetch.downloads import Workers
-from forebay.json_types import Json
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.shard_cache import ShardCache, ShardFetch
 from forebay.load.shard_files import ShardDataset

@@ -8,9 +8,9 @@ on, not before it.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from forebay.base import Json
 from forebay.dataset.reader import Dataset
 from forebay.errors import StateError, UsageError
-from forebay.json_types import Json
 from forebay.load.samples import SampleIndex
 from forebay.order.run import Run
 

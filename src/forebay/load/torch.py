@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from forebay.arrays import Array
+from forebay.base import Json
 from forebay.errors import UsageError
-from forebay.json_types import Json
 from forebay.load.arguments import check_choice
 from forebay.load.batch import STYLES, RowBatch, TokenBatch, owner_of
 from forebay.load.rows import float_types

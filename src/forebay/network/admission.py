@@ -18,8 +18,8 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from forebay.base import Json
 from forebay.errors import NetworkError, ProtocolError, UsageError
-from forebay.json_types import Json
 from forebay.network import log
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog

@@ -27,9 +27,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from forebay.base import Json
 from forebay.errors import ProtocolError
 from forebay.files import open_below
-from forebay.json_types import Json
 from forebay.network import log
 from forebay.network.crl_exchange import CRLS, receive_crl
 from forebay.network.messages import ErrorReply

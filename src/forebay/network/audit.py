@@ -20,7 +20,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from forebay.closing import Closing
+from forebay.base import Closing
 
 MAX_PART_BYTES = 8 << 20
 NUM_PARTS = 4

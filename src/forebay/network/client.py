@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from urllib3.util import SKIP_HEADER
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError, printable
 from forebay.network.messages import REVOKED
 from forebay.network.peer import Peer
@@ -292,13 +292,12 @@ class Client(Closing):
     def _connect(self, request: _Request) -> Connection:
         host, port = parse_peer_address(request.address)
         connection: Connection
-        key = self._key(request)
         if self._context is None:
             connection = connections.PlainConnection(host, port)
             connection.peer = Peer("", b"", request.address)
         else:
             connection = connections.TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
-        connection.key = key
+        connection.key = self._key(request)
         try:
             connection.timeout = connections.remaining_s(request.deadline)
             connection.connect()

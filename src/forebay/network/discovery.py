@@ -21,8 +21,8 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
+from forebay.base import Json
 from forebay.errors import MALFORMED, NetworkError, ProtocolError
-from forebay.json_types import Json
 from forebay.network import log
 from forebay.network.client import Client
 from forebay.network.messages import REVOKED, Count, Sha256

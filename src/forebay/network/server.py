@@ -20,7 +20,7 @@ from typing import Self
 
 from fastapi import FastAPI
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.errors import NetworkError
 from forebay.network import log
 from forebay.network.app import add_trust_routes

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from fastapi import FastAPI, Request, Response
 
-from forebay.closing import Closing
+from forebay.base import Closing, Json
 from forebay.errors import ForebayError
-from forebay.json_types import Json
 from forebay.network.app import JSON, ApiError, Metric, make_app
 from forebay.network.limits import ServerLimits
 from forebay.network.server import Server

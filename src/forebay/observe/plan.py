@@ -11,10 +11,10 @@ from dataclasses import asdict, astuple, dataclass, field
 import numpy as np
 
 from forebay.arrays import I64
+from forebay.base import Json
 from forebay.dataset.chunks import chunk_size
 from forebay.errors import UsageError
 from forebay.fetch.cache import CacheSettings
-from forebay.json_types import Json
 from forebay.order.footprint import (
     MAX_RATIO,
     Footprint,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from forebay.closing import Closing
+from forebay.base import Closing
 from forebay.units import format_bytes, format_seconds, numbered
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from forebay.base import Json
 from forebay.errors import MALFORMED, ForebayError, PrepareError, ProtocolError, UsageError
 from forebay.files import nothing_there
-from forebay.json_types import Json
 from forebay.network.client import Client
 from forebay.observe import views
 from forebay.observe.record import RecordReader, is_record

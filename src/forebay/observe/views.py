@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from forebay.json_types import Json
+from forebay.base import Json
 from forebay.load.stats import CAUSES, find_bottleneck, rates
 from forebay.units import format_seconds
 

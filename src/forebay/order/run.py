@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from forebay.arrays import I64, U8, U64
+from forebay.base import Json
 from forebay.errors import UsageError
-from forebay.json_types import Json
 from forebay.order.bijection import derive_key, random_words
 from forebay.order.mixture import MixtureOrder, Weights
 from forebay.order.plan import MAX_LANES, Order, batch_parts, num_streams, part_of, ranks_of

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from forebay.json_types import Json
+from forebay.base import Json
 from forebay.units import format_bytes, format_count, format_seconds
 
 Entry = Mapping[str, Any]

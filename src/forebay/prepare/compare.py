@@ -12,8 +12,8 @@ import numpy as np
 
 from forebay import html
 from forebay.arrays import U64
+from forebay.base import Json
 from forebay.errors import DatasetError, printable
-from forebay.json_types import Json
 from forebay.prepare.charts import chart, count, cut, rule_name, share
 from forebay.prepare.report import Report, Table, render_page
 from forebay.units import format_bytes, format_seconds

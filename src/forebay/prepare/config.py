@@ -21,8 +21,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
+from forebay.base import Json
 from forebay.errors import ForebayError, MissingPackageError, UsageError, did_you_mean, unknown_name
-from forebay.json_types import Json
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Method
 from forebay.prepare.documents import Stage

@@ -31,11 +31,11 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 
 from forebay.arrays import I64, U8, U32, U64
+from forebay.base import Json
 from forebay.errors import PrepareError, PrintableUrl, UsageError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 from forebay.formats.records import Record
-from forebay.json_types import Json
 from forebay.machine import user_cache
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import jit

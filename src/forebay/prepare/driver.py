@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.base import Json
 from forebay.dataset.manifest import printable_name
 from forebay.errors import (
     CorruptInputError,
@@ -29,7 +30,6 @@ from forebay.errors import (
 from forebay.files import remove_stale
 from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, OutputBudget
 from forebay.formats.parquet import recorded_columns
-from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.order.step_index import check_integer
 from forebay.prepare.config import apply_settings, load_recipe, merge
@@ -419,9 +419,10 @@ def _check_code(run: PrepareRun, key: str, output: Output) -> None:
         earlier: Json = read_progress(run.path) if code else {"key": ""}
         is_done = earlier["state"] == "done"
         before: Json = earlier["code"] if earlier["key"] == key and (output.marker or not is_done) else {}
-        changed = [name for name in code if before.get(name, code[name]) != code[name]]
-        if not is_done:  # Tasks of another version are others.
-            changed = [name for name in changed if before[name][0] == code[name][0]]
+        changed = [
+            name for name, now in code.items()  # Unfinished tasks of another version are others.
+            if (was := before.get(name, now)) != now and (is_done or was[0] == now[0])
+        ]  # fmt: skip
         if changed:
             advice = "Choose another directory, or remove this one" if is_done else "Give it another version"
             raise UsageError(

@@ -17,13 +17,13 @@ from typing import NoReturn
 import numpy as np
 import pyarrow.parquet as pq
 
+from forebay.base import Json
 from forebay.dataset.agreement import TOKENIZER_FILE, differences, token_traits
 from forebay.dataset.chunks import hash_slice
 from forebay.dataset.manifest import DOCUMENTS_FILE, SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.formats.inputs import ReadOptions
-from forebay.json_types import Json
 from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareRun

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import add
 
-from forebay.json_types import Json
+from forebay.base import Json
 
 _DECAY = 0.9  # Each later task lowers a pace's weight by this factor: the first tasks load models.
 _TRAINING_BYTES = 64 << 20  # No more text is used.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forebay.base import Json
 from forebay.formats.inputs import InputFile, check_unchanged
-from forebay.json_types import Json
 from forebay.prepare.extend import parent_of
 from forebay.prepare.inputs import InputFiles
 from forebay.prepare.run import PrepareRun

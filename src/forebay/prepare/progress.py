@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from forebay.base import Json
 from forebay.errors import ForebayError, PrepareError, printable
 from forebay.files import HOST, is_running
-from forebay.json_types import Json
 from forebay.prepare.charts import cut
 from forebay.prepare.forecast import Progress, StageProgress, expected_s
 from forebay.prepare.stats import StageCount, StageStats, Usage, peak_bytes

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from forebay.base import Json
 from forebay.formats.inputs import ReadOptions
-from forebay.json_types import Json
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits

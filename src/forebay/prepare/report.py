@@ -21,8 +21,8 @@ import jinja2
 from markupsafe import Markup
 
 from forebay import html
+from forebay.base import Json
 from forebay.errors import DatasetError, PrepareError, printable
-from forebay.json_types import Json
 from forebay.prepare.charts import (
     count,
     cut,

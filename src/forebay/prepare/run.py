@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay import html
+from forebay.base import Json
 from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import ForebayError, PrepareError, UsageError
-from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.engines.base import Engine, OnDone
 from forebay.prepare.inputs import find_inputs, split_files

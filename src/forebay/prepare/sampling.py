@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forebay.base import Json
 from forebay.formats.inputs import InputSplit
-from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.documents import Map
 from forebay.prepare.stats import StageStats, Usage

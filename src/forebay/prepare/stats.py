@@ -24,8 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict, TypeAdapter
 
 from forebay.arrays import BOOL, F64, I64, U64
+from forebay.base import Json
 from forebay.errors import PrepareError
-from forebay.json_types import Json
 from forebay.order import bijection
 from forebay.prepare.compiled import work_time
 from forebay.prepare.documents import Measure, StageResult, text_buffers

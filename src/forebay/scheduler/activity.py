@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forebay.json_types import Json
+from forebay.base import Json
 from forebay.lease.messages import WorkerStats
 from forebay.network.peer import Peer
 from forebay.scheduler import events

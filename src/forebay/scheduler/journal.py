@@ -22,9 +22,8 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter
 
-from forebay.closing import Closing
+from forebay.base import Closing, Json
 from forebay.errors import LeaseError, LedgerError, StateError
-from forebay.json_types import Json
 from forebay.ledger.chain import Checkpoint, Entry, Used
 from forebay.ledger.index import Job, encode_runs
 from forebay.ledger.writer import Ledger, Signer

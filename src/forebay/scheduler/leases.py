@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.arrays import BOOL, I64, Array
+from forebay.base import Json
 from forebay.errors import LeaseError, UsageError
-from forebay.json_types import Json
 from forebay.ledger.chain import Used
 from forebay.recent import RecentDict
 from forebay.scheduler.free_ranges import FreeRanges, IsAvoided, SampleRange

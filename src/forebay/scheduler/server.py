@@ -24,9 +24,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
+from forebay.base import Json
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
-from forebay.json_types import Json
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
 from forebay.load.packing import DocumentSubset

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from forebay.json_types import Json
+from forebay.base import Json
 from forebay.network.app import Metric, counter, gauge
 from forebay.scheduler.activity import Activity, coverage
 from forebay.scheduler.catalog import Catalog

@@ -15,8 +15,8 @@ import numpy as np
 import zstandard
 
 from forebay.arrays import Array
+from forebay.base import Json
 from forebay.errors import StateError
-from forebay.json_types import Json
 from forebay.load.state import check_kind
 
 STATE_VERSION = 6

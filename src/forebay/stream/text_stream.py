@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import BOOL, I64
+from forebay.base import Json
 from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
-from forebay.json_types import Json
 from forebay.load.arguments import batch_sizes, rank_of_world, token_dtype
 from forebay.load.batch import IGNORE_INDEX, NumpyTokens, TokenBatch
 from forebay.load.batch_source import Batches, Convert, Opened, RunningSource, Take

@@ -20,11 +20,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from forebay.arrays import BOOL, I64
-from forebay.closing import Closing
+from forebay.base import Closing, Json
 from forebay.dataset.manifest import SliceTable
 from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.fetch.runs import NoProviderError, TransferCancelledError
-from forebay.json_types import Json
 from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
 from forebay.network.peer import Provider, node_of
 from forebay.network.peer_dataset import PeerOrigin

@@ -27,13 +27,12 @@ from fastapi.concurrency import run_in_threadpool
 from prometheus_client.core import Metric
 
 from forebay.arrays import BOOL
-from forebay.closing import Closing
+from forebay.base import Closing, Json
 from forebay.dataset.chunks import CHUNKS_FILE, HASH_BYTES, hash_slice, num_chunks
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, dataset_id
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, ProtocolError
 from forebay.fetch.cache import ChunkCache
-from forebay.json_types import Json
 from forebay.network.app import (
     BINARY,
     CHARGE_BYTES,

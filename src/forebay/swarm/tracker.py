@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forebay.arrays import BOOL
+from forebay.base import Json
 from forebay.errors import ProtocolError
-from forebay.json_types import Json
 from forebay.network.client import Client
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from forebay.base import Json
 from forebay.errors import ForebayError, NetworkError
-from forebay.json_types import Json
 from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Provider, node_of
 from forebay.recent import RecentDict

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import I64
+from forebay.base import Json
 from forebay.errors import StateError
-from forebay.json_types import Json
 from forebay.load.arguments import rank_of_world
 from forebay.load.batch import NumpyTokens, TokenBatch
 from forebay.order.bijection import derive_key, permute, random_words

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forebay.base import Json
 from forebay.errors import NetworkError, UsageError
-from forebay.json_types import Json
 from forebay.lease.scheduler_client import SchedulerClient
 from forebay.lease.session import return_leases
 from forebay.load.environment import STATS_DIRECTORY, read_stats

@@ -14,8 +14,8 @@ import threading
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, cast
 
+from forebay.base import Json
 from forebay.errors import StateError, UsageError, package_for
-from forebay.json_types import Json
 from forebay.load.batch import NumpyTokens
 from forebay.threads import SupervisedThread
 from forebay.worker.config import WorkerConfig

@@ -16,8 +16,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from forebay.base import Json
 from forebay.errors import ForebayError, UsageError
-from forebay.json_types import Json
 from forebay.toml import read_toml
 from forebay.worker.catalog import list_available_datasets
 from forebay.worker.client import WorkerClient, log_to_stderr

@@ -21,9 +21,9 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from forebay.base import Json
 from forebay.coordinator.messages import ANSWER_S
 from forebay.errors import NetworkError, UsageError
-from forebay.json_types import Json
 from forebay.network.client import Client
 from forebay.storage.hosts import parse_address
 from forebay.storage.retry import log_while_waiting

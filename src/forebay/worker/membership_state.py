@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter
 
+from forebay.base import Json
 from forebay.coordinator.messages import HEARTBEAT_WAIT_S, RETRY_S
 from forebay.errors import LeaseError, NetworkError, ProtocolError
-from forebay.json_types import Json
 from forebay.network.client import RemoteError
 from forebay.network.messages import REVOKED
 from forebay.storage.retry import backoff_s

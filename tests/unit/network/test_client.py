@@ -132,7 +132,7 @@ def test_a_renewed_certificate_has_connections_of_its_own(member, network_dir, m
     """The earlier ones go on with the certificate that they began with, and are refused once it has expired."""
     with RudePeer(make_identity("server"), lambda asked: OK) as peer:
         assert get(member, peer) == get(member, peer) and peer.connections == 1
-        renew(network_dir, member.identity.node_dir)
+        renew(network_dir, member.identity.node_dir, valid_days=99)
         assert member.identity.refresh() and get(member, peer) and peer.connections == 2
 
 

@@ -123,7 +123,7 @@ def test_a_hub_that_is_silent(hub, impatient: None, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.05)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
     hub.faults.black_hole = True
-    with pytest.raises(DownloadError, match=r"got no answer from 127\.0\.0\.1:\d+ in 0\.05 s"):
+    with pytest.raises(DownloadError, match=r"no answer from 127\.0\.0\.1:\d+ in 0\.05 s"):
         find_split("EleutherAI/pile")
     hub.faults.black_hole, hub.faults.black_hole_files = False, True
     for name in ("EleutherAI/pile", "HuggingFaceFW/fineweb"):  # no damage of the file, but the network's

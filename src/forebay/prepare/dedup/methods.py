@@ -16,8 +16,8 @@ import pyarrow as pa
 from pydantic import Field
 
 from forebay.arrays import U32, U64
+from forebay.base import Json
 from forebay.errors import UsageError
-from forebay.json_types import Json
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.settings import Positive, Share, check_fields

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from forebay.base import Json
 from forebay.errors import ForebayError, PrepareError, unknown_name
 from forebay.files import HOST
-from forebay.json_types import Json
 from forebay.plugins import load_plugin, plugins
 from forebay.prepare.progress import Failure, label, name_of
 from forebay.storage.store import Store

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from forebay.base import Json
 from forebay.errors import PrepareError, UsageError
 from forebay.files import HOST, temporary_path
-from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.engines import base, sandbox
 from forebay.prepare.progress import LOG_BYTES

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from forebay.base import Json
 from forebay.errors import ForebayError, PrepareError, package_for
-from forebay.json_types import Json
 from forebay.machine import num_cores
 from forebay.prepare.engines import base
 from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome

@@ -10,9 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from forebay.base import Json
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError, printable
-from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import REPORT_FILE, REPORT_VERSION, write_report
@@ -141,7 +141,7 @@ def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
         advice = "Give other inputs" if is_read else "Loosen these stages"
         if "nothing_learnt" in stages[-1]:
             advice = "No message of the role assistant is left to learn from: see their roles, and rows.max_tokens"
-        if run.parent is not None and stages[-1].startswith("dedup "):
+        if run.parent is not None and "dedup (" in stages[-1]:
             advice = f"There is nothing new: {run.parent.path} has these documents"
         cause = f"dropped by {'; '.join(stages)}. {advice}; the report is {run.store.url}/{REPORT_FILE}."
     else:

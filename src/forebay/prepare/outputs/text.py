@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.arrays import I64
+from forebay.base import Json
 from forebay.formats.base import get_format
 from forebay.formats.blocks import INDEX_FILE, merge_indexes
 from forebay.formats.conversion import ConvertOptions
@@ -24,7 +25,6 @@ from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.formats.layout import KEY
 from forebay.formats.parquet import COLUMNS_KEY
 from forebay.formats.sources import table_of_stream
-from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import MarkedOutput, WrittenFile, counts_of, put_file

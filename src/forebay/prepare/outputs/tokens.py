@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from forebay.base import Json
 from forebay.dataset.agreement import TOKENIZER_FILE
 from forebay.dataset.chunks import CHUNKS_FILE, HashedPieces, chunk_size
 from forebay.dataset.manifest import (
@@ -38,7 +39,6 @@ from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.inputs import InputSplit
 from forebay.formats.token_stream import MAX_TOKENS
-from forebay.json_types import Json
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import read_items
 from forebay.prepare.extend import link_slices, parent_of

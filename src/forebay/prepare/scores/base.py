@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Protocol
 
 import pyarrow as pa
 
+from forebay.base import Json
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.inputs import RESERVED_COLUMNS
-from forebay.json_types import Json
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, without_paths
 from forebay.prepare.settings import check_fields, plain
 

@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.arrays import F32, I64, U8, Array
+from forebay.base import Json
 from forebay.errors import UsageError
-from forebay.json_types import Json
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.scores import fasttext_kernels as kernels
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.json_types import Json
+from forebay.base import Json
 from forebay.prepare.documents import Map, Stage, part_batches
 from forebay.prepare.scores.base import number_column
 from forebay.prepare.stats import StageStats, float_keys, float_of

@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
+from forebay.base import Json
 from forebay.errors import ForebayError, PrepareError
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.records import Record
-from forebay.json_types import Json
 from forebay.prepare.compiled import work_time
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import SCHEMA, Stage, StageResult, replace_column

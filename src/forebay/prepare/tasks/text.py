@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from forebay.base import Json
 from forebay.formats.inputs import InputSplit, ReadOptions, ReadTrace, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
-from forebay.json_types import Json
 from forebay.prepare.compiled import work_time
 from forebay.prepare.dedup.methods import Dedup, Signed
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage

@@ -18,9 +18,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from forebay.base import Json
 from forebay.errors import UsageError
 from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
-from forebay.json_types import Json
 
 MAX_MESSAGES = 512
 MAX_CHARS = 32 << 20

@@ -19,9 +19,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HubTokenizer
 
 from forebay.arrays import Array, DType
+from forebay.base import Json
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError, error_text
-from forebay.json_types import Json
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer

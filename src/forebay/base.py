@@ -1,7 +1,10 @@
-"""Base class of what is closed at the end of a `with` block."""
+"""What all rooms share: the type of JSON objects, and the base class of what is closed."""
 
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Any, Self
+
+Json = dict[str, Any]
+"""A JSON object: manifests, messages and reports are made of them."""
 
 
 class Closing(ABC):
