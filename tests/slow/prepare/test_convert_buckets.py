@@ -302,7 +302,7 @@ def test_a_source_that_changes_is_named(world: World):
     assert "s3://theirs/tables/train-00003.parquet: the input changed while it was read" in err
     assert "manifest.json" not in world.objects("tables")
     err = world.fail(*words)
-    assert "train-00003.parquet: expected the input with which the conversion to s3://mine/tables began" in err
+    assert "train-00003.parquet: the input changed after the conversion to s3://mine/tables began" in err
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(world: World):
