@@ -14,10 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from forebay.errors import ForebayError
-from forebay.prepare.clean.pii import Pii
 from forebay.prepare.compiled import kernel_directory
 from forebay.prepare.dedup.methods import KINDS, Dedup
-from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Notify
 from forebay.prepare.engines.local import LocalEngine
 from forebay.prepare.filters.language import LanguageStage
@@ -70,9 +68,9 @@ def compile_groups(
         engine.map(partial(_compile, prepare), groups, on_done)
 
 
-def _name(stage: Stage) -> str:
+def _name(stage: Any) -> str:
     """Return the name of a stage's kernels: `pii` has others where it finds no numbers but addresses."""
-    return stage.name if not isinstance(stage, Pii) or stage.finds_numbers else "pii-addresses"
+    return "pii-addresses" if stage.name == "pii" and not stage.finds_numbers else str(stage.name)
 
 
 def _ready(name: str) -> Path:

@@ -193,7 +193,6 @@ def webdataset_told(path: Path) -> Reported:
             reported.empty += 1
         else:
             reported.malformed += 1
-    reported.malformed += reported.empty > 0
     return reported
 
 
@@ -209,7 +208,6 @@ def tfrecord_told(path: Path, key: str) -> Reported:
         reported.malformed += not is_example
         reported.empty += is_example and not result
         index += 16 + size
-    reported.malformed += not reported.ids and reported.empty > 0
     return reported
 
 
