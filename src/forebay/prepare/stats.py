@@ -209,6 +209,8 @@ def bars(sides: Mapping[str, Mapping[int, int]]) -> Json:
         start = np.floor(first / step) * step
         edges = start + step * np.arange(int((last - start) / step) + 2)
     edges = np.unique(np.round(edges, 10))
+    if len(edges) == 1:
+        edges = edges + [0, 1]
     bar = np.clip(np.searchsorted(edges, np.nan_to_num(middle, nan=edges[-1]), "right") - 1, 0, len(edges) - 2)
     out: Json = {"edges": edges.tolist(), "log": bool(is_log)}
     for side, counts in sides.items():

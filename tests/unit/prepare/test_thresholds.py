@@ -13,7 +13,7 @@ from forebay import text_filter
 from forebay.errors import PrepareError
 from forebay.prepare import Measure
 from forebay.prepare.documents import Stage, StageResult
-from forebay.prepare.stats import NEAREST, StageStats, ThresholdTable, neighbours
+from forebay.prepare.stats import NEAREST, StageStats, ThresholdTable, bars, count_bins, neighbours
 from support.preparing import prepare, write_jsonl
 
 VALUES = st.lists(st.floats(-1e6, 1e6) | st.integers(-5, 60).map(float) | st.just(math.nan), min_size=1, max_size=60)
@@ -71,6 +71,10 @@ def test_each_threshold_of_several_has_its_own():
     with pytest.raises(PrepareError, match="expected at most 1000 thresholds"):
         for limit in range(1001):
             add(Measure(values, high=limit))
+
+
+def test_numbers_that_are_all_about_zero_have_a_bar():
+    assert sum(bars({"kept": count_bins([1e-12, 2e-12])})["kept"]) == 2
 
 
 def test_neighbours_are_around_a_threshold():
