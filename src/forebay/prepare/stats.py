@@ -210,7 +210,7 @@ def bars(sides: Mapping[str, Mapping[int, int]]) -> Json:
         edges = start + step * np.arange(int((last - start) / step) + 2)
     edges = np.unique(np.round(edges, 10))
     if len(edges) == 1:
-        edges = edges + [0, 1]
+        edges = edges + [0, 1]  # noqa: RUF005 - the sum of arrays
     bar = np.clip(np.searchsorted(edges, np.nan_to_num(middle, nan=edges[-1]), "right") - 1, 0, len(edges) - 2)
     out: Json = {"edges": edges.tolist(), "log": bool(is_log)}
     for side, counts in sides.items():
