@@ -67,4 +67,4 @@ def test_a_killed_demo_leaves_no_process(tmp_path):
     until(lambda: any(" worker " in command for command in remaining(tmp_path)))
     process.kill()
     process.communicate()
-    until(lambda: not any(" forebay " in command for command in remaining(tmp_path)))
+    assert until(lambda: not any(" forebay " in command for command in remaining(tmp_path)))

@@ -207,7 +207,7 @@ def test_forged_announcements_keep_no_revocation_from_a_node(tmp_path, nodes, ma
             stack.enter_context(DataNode(member, [dataset], HOST, 0, nodes[2 + number]))
         until(lambda: first.contacts.addresses() and second.contacts.addresses())
         revoke(network_dir, thief.peer_id, second.node_dir)
-        until(lambda: first.revocations.reason(thief.peer_id) is not None)
+        assert until(lambda: first.revocations.reason(thief.peer_id) is not None)
 
 
 def test_many_addresses_of_which_none_accepts_are_no_answer():

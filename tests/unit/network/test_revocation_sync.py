@@ -126,7 +126,7 @@ def test_a_node_tells_all_that_it_knows_of_a_new_crl(make_identity, network_dir)
         watch._ask_at = float("inf")
         stack.callback(watch.start().close)
         revoke(network_dir, thief.peer_id, teller.node_dir)
-        until(lambda: all(node.revocations.reason(thief.peer_id) is not None for node in receivers))
+        assert until(lambda: all(node.revocations.reason(thief.peer_id) is not None for node in receivers))
 
 
 @pytest.mark.usefixtures("changes_at_once")
@@ -137,7 +137,7 @@ def test_a_running_admission_server_sends_what_its_owner_revokes(make_identity, 
         with Server(make_app("x"), node, "127.0.0.1", 0) as server, sending_crls(network_dir, discovery):
             discovery.announce(key, server.port)
             revoke(network_dir, thief.peer_id)
-            until(lambda peer_id=thief.peer_id: node.revocations.reason(peer_id))
+            assert until(lambda peer_id=thief.peer_id: node.revocations.reason(peer_id))
 
 
 def test_announcements_of_one_host_or_network_are_few_voices():
