@@ -21,7 +21,7 @@ from pathlib import Path
 
 from forebay.base import Json
 from forebay.dataset.reader import open_dataset
-from forebay.errors import ForebayError, NetworkError
+from forebay.errors import NetworkError
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.certificates import verify_certificate
@@ -77,10 +77,8 @@ class NodeProcess:
         self.popen.communicate()
 
 
-def run_demo(
-    inputs: Sequence[Path] | None, json_file: Path | None, keep: Path | None, command: Sequence[str], tokenizer: str
-) -> None:
-    """Run the demo and print its summary. Raises ForebayError if the ledger has no proof."""
+def run_demo(inputs: Sequence[Path] | None, keep: Path | None, command: Sequence[str], tokenizer: str) -> Json:
+    """Run the demo and return its summary; `ok` says whether the ledger proves the epoch."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(prefix="forebay-demo-", ignore_cleanup_errors=True)
@@ -100,12 +98,7 @@ def run_demo(
             ).to_json()  # fmt: skip
         summary = {**prepared, "bytes": open_dataset(directory / "dataset").manifest.bytes}
         summary |= _train_on_network(stack, directory, max(4 * slice_bytes, 1 << 20), command)
-    _print_summary(summary)
-    if json_file:
-        json_file.write_text(json.dumps(summary, indent=1) + "\n")
-    if not summary["ok"]:
-        raise ForebayError("demo: the ledger does not prove the epoch. Run it again with --keep DIR and read the logs.")
-    print("demo: ok")
+    return summary
 
 
 def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, command: Sequence[str]) -> Json:
@@ -188,14 +181,16 @@ def _train(client: Client, address: str, start_worker: Callable[[str], NodeProce
     return int(status["samples_used"]), nodes
 
 
-def _print_summary(s: Json) -> None:
+def describe(s: Json) -> str:
+    """Return a summary's lines."""
     loss = f", loss {s['loss_from']:.3f} → {s['loss_to']:.3f}" if s["loss_to"] is not None else ""
     killed = ", ".join(name for name, worker in s["workers"].items() if worker["killed"]) or "none: use more text"
-    print(f"""
+    text = f"""
   prepared    {s["documents_out"]:,} documents, {s["tokens"]:,} tokens, {s["slices"]} slices, {s["bytes"] / 1e6:.1f} MB
   dataset id  {s["id"]}
   served      data node {s["bytes_served"]["data node"] / 1e6:.1f} MB
-  trained     {s["tokens_per_s"]:,} tokens/s for {s["training_seconds"]} s{loss}; killed: {killed}""")
+  trained     {s["tokens_per_s"]:,} tokens/s for {s["training_seconds"]} s{loss}; killed: {killed}"""
     for epoch in s["ledger"]["epochs"]:
         counts = "{samples:,} samples used, {missing} missing, {repeated} repeated".format(**epoch)
-        print(f"  ledger      {counts}: {'proved' if s['ledger']['ok'] else 'NOT proved'}\n")
+        text += f"\n  ledger      {counts}: {'proved' if s['ledger']['ok'] else 'NOT proved'}\n"
+    return text

@@ -127,7 +127,8 @@ def recipe(folder: Path) -> dict:
         "c4": {"terminal_punctuation": False}, "fineweb": {},
     }  # fmt: skip
     if (folder / MODEL).exists():
-        stages["perplexity"] = {"model": str(folder / MODEL), "keep_percentile": [5, 95]}
+        stages["perplexity"] = {"model": str(folder / MODEL)}
+        stages["select"] = {"column": "perplexity", "keep_percentile": [5, 95]}
     methods = dict.fromkeys(("exact", "url", "minhash", "lines", "sentences", "substring", "overlap"), True)
     return {
         "name": "whole", "max_error_rate": 0.2, **stages, "tokenize": {"tokenizer": "train:600"},

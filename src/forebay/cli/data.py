@@ -215,9 +215,12 @@ def _extract(args: Namespace) -> bool:
 
 
 def _demo(args: Namespace) -> None:
-    from forebay.demo import run_demo
+    from forebay.demo import describe, run_demo
 
-    run_demo(args.input, args.json, args.keep, args.command, args.tokenizer)
+    summary = run_demo(args.input, args.keep, args.command, args.tokenizer)
+    print_result(args, summary, describe(summary), *(["demo: ok"] if summary["ok"] else []))
+    if not summary["ok"]:
+        raise ForebayError("demo: the ledger does not prove the epoch. Run it again with --keep DIR and read the logs.")
 
 
 _OF_TEXT = "by first bytes alone: `forebay prepare` reads text, and reports what is wrong with it"
@@ -376,7 +379,6 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.takes_command, p.usage = True, "forebay demo [OPTIONS] [-- COMMAND ARG ...]"
     p.epilog = 'COMMAND: the workers\' program, as of `forebay worker`; it may print {"loss": X} lines'
     p.add("--input", "text to train on (default: Python's library)", Path, nargs="+", metavar="PATH")
-    p.add("--json", "also write the summary to a file (default: no)", file)
     p.add("--keep", "keep all files in this new directory (default: no)", folder)
     p.add("--tokenizer", "tokenizer, as for `forebay prepare`", "T", "train:4096")
 

@@ -47,9 +47,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of one command, or of the commands below it."""
 
     def __init__(self, **options: Any) -> None:
-        # `resolve`: demo has a `--json FILE` of its own.
-        options = {"allow_abbrev": False, "formatter_class": _Help, "conflict_handler": "resolve", **options}
-        super().__init__(**options)
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
 
     _words: Sequence[str] = ()
     takes_command = False

@@ -158,7 +158,7 @@ def test_a_language_model_of_text_and_the_better_half(tmp_path):
     rows = ({"id": str(i), "text": text} for i, text in enumerate(paragraphs + other))
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     config = tmp_path / "lm.toml"
-    config.write_text(f'[perplexity]\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')
+    config.write_text(f'[score.perplexity]\nuse = "kenlm"\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')
     summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--write-ids", tmp_path / "ids")
     assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"perplexity_above_percentile"}
     retained = [int(name) for name in (tmp_path / "ids").read_text().split()]

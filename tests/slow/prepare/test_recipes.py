@@ -68,7 +68,7 @@ def _settings(name, folder):
     """What a recipe leaves to its user: models and a tokenizer with its tokens."""
     model = {"use": "fasttext", "model": str(ROOT / "tests/golden/fasttext/0.bin"), "label": "l1"}
     if name == "dclm":
-        return {"score": {"quality": {**model, "top_share": 0.5}}}
+        return {"score": {"quality": {**model, "keep_percentile": [50, 100]}}}
     if name == "dolma-3":
         return {"score": {"quality": model}}
     if name == "nemotron-cc":

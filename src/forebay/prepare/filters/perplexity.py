@@ -23,7 +23,6 @@ from forebay.prepare.filters.points import decode, encode, kind, room_of
 from forebay.prepare.filters.word_tables import BREAK
 from forebay.prepare.filters.words import clip, cut_words, tables, word_room
 from forebay.prepare.scores.base import COLUMN, Scorer, number_column
-from forebay.prepare.scores.columns import Select
 from forebay.prepare.settings import Number, check_fields, check_order
 
 LOOK_BYTES = 1 << 18  # Of a longer document the first so many bytes are scored.
@@ -77,13 +76,11 @@ class Perplexity(Stage):
     Args:
         model: Path of a KenLM model: ARPA or binary; `column`: the input has the column.
         min_perplexity, max_perplexity: Both included.
-        keep_percentile: `[low, high]`: keep documents between these percentiles of all documents, as `[[select]]`.
     """
 
     model: str = ""
     min_perplexity: Number = 0
     max_perplexity: Number = float("inf")
-    keep_percentile: tuple[float, ...] = ()
 
     name = "perplexity"
     version = 2
@@ -93,8 +90,6 @@ class Perplexity(Stage):
         check_fields(self)
         Kenlm(self.model)
         check_order(self, "min_perplexity", "max_perplexity")
-        if self.keep_percentile:
-            Select("perplexity", keep_percentile=self.keep_percentile)
 
     def files(self) -> tuple[str, ...]:
         return () if self.model == COLUMN else (self.model,)
@@ -107,12 +102,7 @@ class Perplexity(Stage):
         return replace(self, model=COLUMN)
 
     def annotation(self) -> "Perplexity":
-        return replace(self, min_perplexity=0, max_perplexity=math.inf, keep_percentile=())
-
-    def steps(self) -> tuple[Stage, ...]:
-        if not self.keep_percentile:
-            return (self,)
-        return replace(self, keep_percentile=()), Select("perplexity", keep_percentile=self.keep_percentile)
+        return replace(self, min_perplexity=0, max_perplexity=math.inf)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         if self.model == COLUMN:

@@ -181,10 +181,9 @@ def segments(stages: Iterable[Stage]) -> list[tuple[Stage, ...]]:
     """The stages in runs: all but the first begin with one that needs percentiles of all documents before it."""
     out: list[list[Stage]] = [[]]
     for stage in stages:
-        for step in stage.steps() if hasattr(stage, "steps") else (stage,):
-            if getattr(step, "percentiles", None):
-                out.append([])
-            out[-1].append(step)
+        if getattr(stage, "percentiles", None):
+            out.append([])
+        out[-1].append(stage)
     return [tuple(segment) for segment in out]
 
 

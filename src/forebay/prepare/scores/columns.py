@@ -26,7 +26,7 @@ from forebay.prepare.documents import (
     text_buffers,
 )
 from forebay.prepare.scores.base import Scorer, named_column, number_column
-from forebay.prepare.settings import Number, Share, Texts, check_fields
+from forebay.prepare.settings import Number, Texts, check_fields
 
 Numbers = tuple[float, ...]
 Percentiles = tuple[Annotated[float, Field(ge=0, le=100)], ...]
@@ -135,7 +135,6 @@ class Select(_Condition):
         keep_percentile: `[low, high]`: keep numbers between these percentiles of all documents that come here: at
             least the low one, below the high one. Exact, for any number of processes; equal numbers stay together.
         after, before: Dates (ISO 8601: `2023`, `2023-05-01`): not before the first, and before the second.
-        top_share: The same as the highest share: 0.1 is `keep_percentile = [90, 100]`.
         missing: Documents without a value: `drop` or `keep`.
     """
 
@@ -143,7 +142,6 @@ class Select(_Condition):
     after: str = ""
     before: str = ""
     keep_percentile: Percentiles = ()
-    top_share: Share | None = None
     missing: Literal["drop", "keep"] = "drop"
 
     version = 1
@@ -155,11 +153,11 @@ class Select(_Condition):
         if pair and not (len(pair) == 2 and pair[0] < pair[1]):
             raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {list(pair)}")
         kinds = [self.min is not None or self.max is not None, bool(self.one_of or self.none_of)]
-        kinds += [bool(self.after or self.before), bool(pair), self.top_share is not None]
+        kinds += [bool(self.after or self.before), bool(pair)]
         if sum(kinds) != 1:
             raise UsageError(
-                "column: expected bounds (min, max), texts (one_of, none_of), dates (after, before), keep_percentile "
-                f"or top_share, and one kind of them, got {sum(kinds)}"
+                "column: expected bounds (min, max), texts (one_of, none_of), dates (after, before) or "
+                f"keep_percentile, and one kind of them, got {sum(kinds)}"
             )
         low = -math.inf if self.min is None else self.min
         if self.max is not None and low > self.max:
@@ -179,8 +177,6 @@ class Select(_Condition):
     @property
     def percentiles(self) -> tuple[str, Percentiles] | None:
         """The column and the percentiles of it that `with_thresholds` needs."""
-        if self.top_share is not None:
-            return self.column, (100 - 100 * self.top_share, 100.0)
         return (self.column, self.keep_percentile) if self.keep_percentile else None
 
     def with_thresholds(self, thresholds: Numbers) -> Stage:

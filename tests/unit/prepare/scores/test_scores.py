@@ -121,8 +121,9 @@ def test_scores_ensemble_buckets_and_subsets(source):
 
 def test_shares_of_a_column_over_several_files(source):
     folder = divided(source, 7, "{damaged\n")
-    for share, expected in (({"top_share": 0.15}, range(170, 200)), ({"keep_percentile": [10, 95]}, range(20, 190))):
-        tables = {"select": {"column": "quality", **share}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
+    for percentiles, expected in (([85, 100], range(170, 200)), ([10, 95], range(20, 190))):
+        select = {"column": "quality", "keep_percentile": percentiles}
+        tables = {"select": select, "length": {"min_chars": 1}, "dedup": {"exact": True}}
         name = f"o{len(expected)}"
         result = prepare_scored(folder, name, {"max_error_rate": 0.1, **tables})
         assert sorted(row["quality"] for row in texts(source.parent / name)) == list(expected)
@@ -265,11 +266,11 @@ def test_a_scorer_of_ones_own(source, tmp_path, monkeypatch):
 
 
 def test_tables_of_selection_add_up():
-    score = {"quality": {"use": "combine", "columns_of": ["x"], "top_share": 0.5}}
+    score = {"quality": {"use": "combine", "columns_of": ["x"], "keep_percentile": [50, 100]}}
     recipe = load_recipe(settings={"score": score, "select": [{"column": "x", "min": 1}, {"column": "y", "max": 2}]})
     assert [stage.name for stage in recipe.stages] == ["score.quality", "select.quality", "select.x", "select.y"]
-    changed = apply_settings(recipe, [{"score": {"quality": {"how": "min", "top_share": 0.1}}}], (), ())
-    assert [getattr(stage, "top_share", None) for stage in changed.stages] == [None, 0.1, None, None]
+    changed = apply_settings(recipe, [{"score": {"quality": {"how": "min", "keep_percentile": [90, 100]}}}], (), ())
+    assert [getattr(stage, "keep_percentile", None) for stage in changed.stages] == [None, (90, 100), (), ()]
     (first, *_) = changed.stages
     assert isinstance(first, Score) and first.scorer == Combine(("x",), how="min")
     removed = apply_settings(recipe, [{"score": {"quality": False}, "select": False}], (), ())
