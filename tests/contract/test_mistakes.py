@@ -49,6 +49,7 @@ CALLS = [
     (lambda: Loader("ds", **B, split="validation"), "samples=forebay.SampleOptions(validation_fraction=0.01)"),
     (lambda: Loader("ds", **B, drop_last=True), "Give it as samples=forebay.SampleOptions(drop_last=...)"),
     (lambda: Loader("ds", **B, num_workers=2), "Give it to loader.to_torch(num_workers=...)"),
+    (lambda: Loader("ds", **B, c=1, b=2, a=3), "no argument 'a'"),
     (lambda: Loader("ds", seqlen=16, batch_size=2), "Did you mean 'seq_len'?"),
     (lambda: Loader("ds", **B, packing="bestfit"), "got 'bestfit'. Did you mean 'best_fit'?"),
     (lambda: Loader("ds", **B, cache="/tmp/x"), "got '/tmp/x'. Give a path as cache_dir="),
@@ -57,9 +58,11 @@ CALLS = [
     (lambda: Loader("ds", **B).load_state_dict({"step": 3}), "got the keys ['step']"),
     (lambda: Loader("ds", **B).load_state_dict(Loader("ds3", **B).state_dict()), "expected dataset_id"),
     (lambda: Loader("ds", **B).load_state_dict({"d": Loader("ds", **B).state_dict()}), "Did you mean state['d']?"),
+    (lambda: Loader("ds", **B).load_state_dict({"dataset_id": "x"}), "expected version"),
     (lambda: TextStream("corpus", **S).load_state_dict(Loader("ds", **B).state_dict()), "Load it into a Loader."),
     (lambda: next(iter(Loader("ds", **B)))[0], "batch[0]: expected one of ['inputs', 'labels']"),
     (lambda: open_dataset(["ds"]), "got list"),
+    (lambda: open_external("~nobody/x"), "got nothing there. Check"),
     (lambda: open_external("corpus/1.tx"), "got nothing there. Did you mean 'corpus/1.txt'"),
     (lambda: prepare_dataset({"text": ["a"]}, "d", **P), "inputs: expected paths, URLs or sources, got dict"),
     (lambda: prepare_dataset([{"text": "a"}], "d", **P), "inputs: expected paths, URLs or sources, got dict"),
@@ -93,6 +96,7 @@ def make_world(folder: Path):
     write_jsonl(folder / "num.jsonl", [{"id": i, "x": i} for i in range(20)])
     write_jsonl(folder / "chats.jsonl", [{"messages": [{"role": "user", "content": text}]}] * 20)
     write_jsonl(folder / "pairs.jsonl", [{"prompt": text, "completion": text}] * 20)
+    (folder / "deep.jsonl").write_text('{"a": ' * 900 + "1" + "}" * 900)
     pq.write_table(pa.table({"x": [1, 2]}), folder / "num.parquet")
     (folder / "empty.txt").touch()
     (folder / "blob.bin").write_bytes(np.random.default_rng(0).bytes(2000))

@@ -128,7 +128,8 @@ def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bo
         ]
         if len(intervals) > 10:
             lines += [f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them"]
-    failure = "NOT ok" + (": samples are missing, as while the job runs" if not report["problems"] else "")
+    is_unfinished = not report["problems"] and not any(epoch["repeated"] for epoch in report["epochs"])
+    failure = "NOT ok" + (": samples are missing, as while the job runs" if is_unfinished else "")
     print_result(args, report, *lines, f"ok: {success}" if report["ok"] else failure)
     return not report["ok"]
 

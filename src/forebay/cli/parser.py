@@ -65,10 +65,8 @@ class Parser(argparse.ArgumentParser):
                 options = {"type": kind, "metavar": getattr(kind, "metavar", None), **options}
         if "action" not in options and options.get("type") is None:
             options["type"] = PrintableUrl  # Any may be a URL, whose secrets no output has.
-        values = options.pop("values", None)
-        action = self.add_argument(name, help=help, default=default, **options)
-        if values is not None:
-            vars(action)["values"] = values
+        values = options.pop("values", list)
+        vars(self.add_argument(name, help=help, default=default, **options))["values"] = values
 
     def add_flag(self, name: str, help: str) -> None:
         """Add an option without a value."""
@@ -91,10 +89,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of argparse; refuses unknown arguments here, where similar options are known."""
         command = []
-        self._words = args = list(sys.argv[1:] if args is None else args)
-        if self.takes_command and "--" in args:
-            position = args.index("--")
-            args, command = args[:position], args[position + 1 :]
+        args = list(sys.argv[1:] if args is None else args)
+        position = args.index("--") if "--" in args else len(args)
+        self._words = args[:position]
+        if self.takes_command and position < len(args):
+            args, command = self._words, args[position + 1 :]
             if not command:
                 self.error("expected a command behind --")
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -103,7 +102,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             named = next((text.partition("=")[0] for text in unknown if text.startswith("-")), "")
             hint = did_you_mean(named, self._option_string_actions)
-            if self.takes_command and not (named or command):
+            if self.takes_command and not (command or unknown[0].startswith("-")):
                 hint = f" Write -- before a command: {self.prog} … -- {' '.join(map(PrintableUrl, unknown))}"
             self.error(f"unrecognized arguments: {' '.join(map(PrintableUrl, unknown))}.{hint}")
         return namespace, unknown

@@ -180,11 +180,14 @@ def key_advice(options: ReadOptions, names: Collection[str], longest: str = "NAM
     return f"Name it with --set read.text_key={longest}{more}"
 
 
+_MAX_DEPTH = 8
+
+
 def _longest_text(row: Row, before: str = "") -> tuple[int, str]:
     """Return the length and the key of the longest text of several words, also inside of objects."""
     longest = 0, "NAME"
     for name, value in row.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and before.count(".") < _MAX_DEPTH:
             longest = max(longest, _longest_text(value, f"{before}{name}."))
         elif isinstance(value, str) and " " in value and re.fullmatch(r"[\w.-]+", key := f"{before}{name}"):
             longest = max(longest, (len(value), key))

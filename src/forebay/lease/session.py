@@ -79,6 +79,7 @@ class LeaseSession(Closing):
         self._slices = slices
         self._stats_of_loader = stats_of_loader
         self._stats_at = 0.0
+        self._replied_at = time.monotonic()
         with contextlib.ExitStack() as stack:
             self.cache = slices.open_cache()
             # The first session of the cache directory that no process has.
@@ -94,12 +95,22 @@ class LeaseSession(Closing):
             stack.enter_context(contextlib.closing(trust.start()))
             self._share: SliceShare | None = None
             if settings.share is not None:
-                self._share = self._open_share(settings.share, settings.upload_bytes_per_s)
+                job.identity.audit = job.identity.audit or open_audit_log()
+                # The scheduler's network is the one in which others must reach this worker.
+                others = job.scheduler.addresses() or [f"{host}:{port}" for host, port in job.identity.bootstrap]
+                self._share = SliceShare(
+                    job.identity,
+                    self.cache,
+                    self.index.sizes,
+                    settings.share,
+                    settings.upload_bytes_per_s,
+                    towards=next(iter(others), ""),
+                    find_waits=self._find_waits,
+                )
                 stack.callback(self._share.close, STOPPING_S)
             self._resources = stack.pop_all()
         self._failure: Exception | None = None
-        self._is_refused = self._is_closed = False
-        self._replied_at = time.monotonic()
+        self._cannot_report = self._is_closed = False
         self._reports_all = True  # the next request says all that is cached, not only what changed
         job.scheduler.stop = threading.Event()
         self._thread = SupervisedThread(self._request, "worker requests").start()
@@ -118,7 +129,7 @@ class LeaseSession(Closing):
         self._thread.stop()
         self._thread.join()
         try:
-            if not self._is_refused:
+            if not self._cannot_report:
                 with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
                     while self.leases.leases:
                         self._exchange(STOPPING_S, last=True)
@@ -147,13 +158,13 @@ class LeaseSession(Closing):
                 self._exchange()
                 self.fetches.update()
         except SchedulerUnreachableError as error:
-            self._is_refused = True
+            self._cannot_report = True
             self._failure = None if self.job.scheduler.stop.is_set() else error
         except Exception as error:
             is_transient = time.monotonic() - self._replied_at < self.job.patience_s
             if is_transient and not isinstance(error, ForebayError):
                 raise  # logged, and run again after a wait: a missing descriptor does not end the work
-            self._failure, self._is_refused = error, getattr(error, "code", "") == REVOKED
+            self._failure, self._cannot_report = error, getattr(error, "code", "") == REVOKED
         self.leases.close()
 
     def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
@@ -188,20 +199,6 @@ class LeaseSession(Closing):
             origin_bytes=origin_bytes, peer_bytes=max(0, int(totals.get("fetched_bytes", 0)) - origin_bytes),
             shared_bytes=self._share.bytes_sent if self._share is not None else 0,
         )  # fmt: skip
-
-    def _open_share(self, share: str, upload_bytes_per_s: float | None) -> SliceShare:
-        self.job.identity.audit = self.job.identity.audit or open_audit_log()
-        # The scheduler's network is the one in which others must reach this worker.
-        others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
-        return SliceShare(
-            self.job.identity,
-            self.cache,
-            self.index.sizes,
-            share,
-            upload_bytes_per_s,
-            towards=next(iter(others), ""),
-            find_waits=self._find_waits,
-        )
 
     def _find_waits(self) -> list[str]:
         """Return what kept this worker from its job for FAULT_S or longer."""

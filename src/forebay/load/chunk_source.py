@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forebay.swarm.reader import SwarmMember
     from forebay.swarm.share import SliceShare
 
-_MAX_DEFAULT_BYTES = 64 << 30
+MAX_DEFAULT_BYTES = 64 << 30
 _SWARM_DOWNLOADS = 8
 _log = logging.getLogger("forebay")
 
@@ -83,7 +83,7 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
         existing = Path("/dev/shm") if in_memory else Path(directory)
         while not existing.exists():
             existing = existing.parent
-        return min(_MAX_DEFAULT_BYTES, shutil.disk_usage(existing).free // 4)
+        return min(MAX_DEFAULT_BYTES, shutil.disk_usage(existing).free // 4)
     memory = memory_bytes()
     if in_memory and budget_bytes > memory:
         raise UsageError(

@@ -41,5 +41,5 @@ def read_stats(directory: Path) -> dict[str, float]:
     for path in directory.glob("*.json"):
         total.update(json.loads(path.read_text()), loaders=1)
     elapsed_s = total["wait_s"] + total["busy_s"]
-    shares = {"wait_share": "wait_s", "mfu": "ideal_s"} if elapsed_s else {}
-    return dict(total) | {name: total[key] / elapsed_s for name, key in shares.items()}
+    shares = {"wait_share": "wait_s"} | ({"mfu": "ideal_s"} if total["ideal_s"] else {})
+    return dict(total) | ({name: total[key] / elapsed_s for name, key in shares.items()} if elapsed_s else {})

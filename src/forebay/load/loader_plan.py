@@ -20,7 +20,7 @@ from forebay.errors import StateError, UsageError
 from forebay.fetch.cache import CacheSettings
 from forebay.load.arguments import batch_sizes, rank_of_world, ranks_per_node, token_dtype
 from forebay.load.batch_planner import BatchPlanner, make_collator
-from forebay.load.chunk_source import resolve_cache
+from forebay.load.chunk_source import MAX_DEFAULT_BYTES, resolve_cache
 from forebay.load.options import LoaderConfig
 from forebay.load.order_source import StaticOrder
 from forebay.load.samples import SampleIndex, owned_samples, plan_samples
@@ -205,7 +205,8 @@ class LoaderPlan:
         try:
             warnings = check_traffic(parts, settings.budget_bytes, self._config.order.max_fetch_ratio)
         except UsageError as error:
-            if self._config.cache_bytes is not None or settings.budget_bytes >= needed:
+            is_default = self._config.cache_bytes is None and str(settings.directory) != "ram"
+            if not is_default or settings.budget_bytes >= min(needed, MAX_DEFAULT_BYTES):
                 raise
             raise UsageError(
                 f"cache: expected {format_bytes(4 * needed)} of free space for {settings.directory}, of which it may "

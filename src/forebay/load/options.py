@@ -328,7 +328,7 @@ def _as_options(name: str, value: object, kind: Any) -> object:
 def refuse_unknown(arguments: Mapping[str, object]) -> None:
     """Raise TypeError for arguments that the Loader does not have, with the options object that has them."""
     own = {field.name: field.default for field in fields(LoaderConfig)}
-    for name in arguments.keys() - own.keys():
+    for name in sorted(arguments.keys() - own.keys()):
         advice = did_you_mean(name, own)
         for group, default in own.items():
             if is_dataclass(default) and hasattr(default, name):

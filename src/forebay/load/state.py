@@ -49,7 +49,7 @@ def make_state(identity: Mapping[str, Any], run: Run, step: int) -> Json:
 def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
     """The run step before which a state was taken. Raises StateError if it is not one of this run."""
     state = check_kind(state, "Loader")
-    _check_same("version", identity["version"], state["version"])
+    _check_same("version", identity["version"], state.get("version"))
     for name in ("epoch", "samples_taken", "step"):
         number = state.get(name)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:

@@ -6,6 +6,7 @@ cross as that array. Cost without a device: 10 us a batch.
 """
 
 from collections.abc import Iterator
+from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -48,6 +49,12 @@ class TorchBatches(IterableDataset, Generic[BatchT]):  # type: ignore[misc]  # P
         self.loader, self.style = loader, style
         self._prefetch, self._num_workers, self._floats = prefetch, num_workers, float_types(loader)
         loader.readers = self._readers = loader.readers or RawArray("b", 1024)  # Worker processes at most.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled with the counts of readers for a DataLoader's worker only; other copies have counts of their own."""
+        if get_spawning_popen() is not None:
+            return object.__reduce_ex__(self, protocol)
+        return type(self), (self.loader, self.device, self._prefetch, self._num_workers, self.style)
 
     def __len__(self) -> int:
         """As the loader's."""

@@ -145,11 +145,8 @@ def sending_crls(directory: Path, discovery: Discovery) -> Iterator[None]:
     else:  # Of any role: the issuer's key is beside its own.
         node = join(directory, folder, "admission", valid_days=ROOT_VALID_DAYS)
     node.revocations = Revocations(directory)
-    watch = TrustWatch(node, Client(node), discovery=discovery).start()
-    try:
+    with Client(node) as client, contextlib.closing(TrustWatch(node, client, discovery=discovery).start()):
         yield
-    finally:
-        watch.close()
 
 
 class AdmissionServer(Server):

@@ -101,14 +101,15 @@ class WorkerUsage:
         for process in processes:
             for cause, share in process.shares().items():
                 waits[cause] = waits.get(cause, 0.0) + share / len(processes)
+        measured = [process for process in processes if process.latest.ideal_s]
         # Processes of one node may share a cache, and report the same one.
         caches = {(p.latest.cache_bytes, p.latest.cached_bytes) for p in processes}
         return {
             "name": self.name, "samples": self.samples, "last_seen_s": round(now - self.seen_at, 3),
             "tokens_per_s": round(self.rate(now), 1), "processes": len(processes), "wait_shares": waits,
             "mfu": sum(
-                (p.latest.ideal_s - p.base.ideal_s) / max(p.received_at - p.since, 1e-3) for p in processes
-            ) / max(1, len(processes)) or None,
+                (p.latest.ideal_s - p.base.ideal_s) / max(p.received_at - p.since, 1e-3) for p in measured
+            ) / len(measured) if measured else None,
             "cached_bytes": sum(cached for _, cached in caches), "cache_bytes": sum(size for size, _ in caches),
             **{
                 name: sum(getattr(p.latest, name) for p in processes)

@@ -9,7 +9,6 @@ others that wait at that time.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
@@ -190,13 +189,16 @@ class SchedulerService:
         """The lock of the state directory; None if stopped while waiting for it."""
         try:
             return lock_state(self.state_dir)
-        except StateError:
-            if self._standby is None:
+        except StateError as error:
+            if self._standby is None or error.__cause__ is not None:
                 raise
         self._standby()
         while not self._stopping.wait(0.05):
-            with contextlib.suppress(StateError):
+            try:
                 return lock_state(self.state_dir)
+            except StateError as error:
+                if error.__cause__ is not None:
+                    raise
         return None
 
     def _read_journal(self) -> Journal:
@@ -276,6 +278,7 @@ class SchedulerService:
                         journal.close()
                         self._opened = self._read_journal()
                         self._add_origins()
+                        self._disk_fault = ""
                         log.warning("journal opened again: scheduler=%s; workers repeat unrecorded uses", self.name)
                         continue
                 await self._change(self._expire)

@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -136,7 +137,10 @@ def _side_files(folder: Path, names: set[str]) -> set[str]:
 
 def count_reasons(skipped: Iterable[Skipped]) -> dict[str, int]:
     """Return how many were left out, by the first reason of each cause."""
-    return dict(sorted((files[0].reason, len(files)) for files in by_cause(skipped)))
+    counts = Counter[str]()
+    for files in by_cause(skipped):
+        counts[files[0].reason] += len(files)
+    return dict(sorted(counts.items()))
 
 
 def by_cause(skipped: Iterable[Skipped]) -> list[list[Skipped]]:

@@ -126,6 +126,7 @@ class TextStream(RunningSource[NumpyTokens]):
         self.lane_states: dict[int, LaneState] = {}
         """States of lanes that this rank does not read, of this position or an earlier one."""
         self._malformed: list[Malformed] = []
+        self._num_received = 0
         self._moves = False  # Between worlds.
         self._set_world(rank, world_size, size, lanes)
         self._inputs, self._times, self.title = inputs, dict.fromkeys(("read_s", "tokenize_s"), 0.0), "text stream"
@@ -232,7 +233,7 @@ class TextStream(RunningSource[NumpyTokens]):
         }
 
     def _num_units(self) -> float:
-        return self.position.run_step * self._global_batch / self.world_size * self.seq_len
+        return self._num_received
 
     def state_dict(self) -> Json:
         """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
@@ -335,6 +336,7 @@ class TextStream(RunningSource[NumpyTokens]):
 
     def _receive(self, item: tuple[Any, StreamState]) -> Any:
         batch, self.position = item
+        self._num_received += batch.inputs.size
         return batch
 
     def _identity(self) -> Json:

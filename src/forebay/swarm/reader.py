@@ -367,7 +367,7 @@ class SwarmMember(Closing):
 
     def __init__(
         self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], BOOL],
-        on_change: Callable[[], object], *, share: bool | str | SliceShare, upload_bytes_per_s: float | None = None,
+        on_change: Callable[[], object], *, share: bool | str | SliceShare,
         downloads: int = 4,
     ) -> None:  # fmt: skip
         origin = dataset.origin
@@ -378,7 +378,7 @@ class SwarmMember(Closing):
         self._owns_share = not isinstance(share, SliceShare)
         if share:
             if not isinstance(share, SliceShare):
-                share = open_share(origin, index, share, upload_bytes_per_s)
+                share = open_share(origin, index, share)
             self.share = share
             table = dataset.table
             for sha256, size in zip(table.sha256, table.bytes.tolist()):
@@ -400,11 +400,9 @@ class SwarmMember(Closing):
             self.share.close(timeout_s)
 
 
-def open_share(
-    origin: PeerOrigin, index: SliceIndex, share: bool | str, upload_bytes_per_s: float | None = None
-) -> SliceShare:
+def open_share(origin: PeerOrigin, index: SliceIndex, share: bool | str) -> SliceShare:
     """Start a server for datasets that are added later. See SwarmMember."""
     return SliceShare(
-        origin.identity, index, {}, share if isinstance(share, str) else ":0", upload_bytes_per_s,
+        origin.identity, index, {}, share if isinstance(share, str) else ":0",
         discovery=origin.discovery, towards=origin.claims(_MAX_SHARE_AGE_S)[0].address,
     )  # fmt: skip

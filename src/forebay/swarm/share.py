@@ -289,7 +289,7 @@ class SliceServer(ABC):
         """Return what is served and was sent: the response of `GET /v1/status`."""
         with self._lock:
             sent = dict(sorted(self._sent.items()))
-        shared = [item for item in self._shared.values() if not item.is_earlier]
+        shared = [item for item in list(self._shared.values()) if not item.is_earlier]
         return {
             "peer_id": self.identity.peer_id,
             "name": self.identity.name,
@@ -307,7 +307,7 @@ class SliceServer(ABC):
         }
 
     async def _read_status(self, request: Request) -> Response:
-        status, scope = self.status(), peer_of(request).scope
+        status, scope = await run_in_threadpool(self.status), peer_of(request).scope
         datasets = [dataset for dataset in status["datasets"] if scope.includes(dataset["name"])]
         if len(datasets) < len(status["datasets"]):  # the details may name the others
             status["faults"] = [fault.partition(":")[0] for fault in status["faults"]]

@@ -1,6 +1,7 @@
 """Batches through PyTorch: the same ones in the same order whatever helpers there are, and a state that is exact."""
 
 import contextlib
+import copy
 import os
 import pickle
 import socket
@@ -215,7 +216,7 @@ def test_in_ones_own_dataloader_and_views(data: Path, monkeypatch):
 def test_workers_of_a_dataloader_make_its_batches_in_turn_pass_after_pass(data: Path):
     """Copies of the loader stand for the processes; real ones: tests/slow/load/test_torch_helpers.py."""
     expected, loader = [item["ids"] for item in read_plain(data, 2)], Loader(data, **ARGUMENTS)
-    loader.to_torch()
+    assert len(copy.deepcopy(loader.to_torch())) == len(loader)
     workers = [pickle.loads(pickle.dumps(loader)) for _ in range(4)]
 
     def read(index: int, worker: Loader) -> Any:

@@ -76,7 +76,9 @@ def test_resume_is_exact_at_every_batch(drop_last, prefetch_batches):
     for stop in range(len(expected) + 1):
         first = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
         second = stream(TEXTS, prefetch_batches=prefetch_batches, **settings)
+        second.measure_mfu(1, 1)
         second.load_state_dict(take_state(first, stop))
+        assert second.stats()["ideal_s"] == 0
         assert as_tuples(second) == (expected[stop:] or following)
         if stop < len(expected):
             assert counts(second.stats()) == counts(stats)
