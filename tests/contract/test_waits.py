@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -159,7 +160,18 @@ def lock(address, home):
     return lambda: acquire(home / "lock").release(), pending.release
 
 
+def ledger(address, home):
+    pending = threading.Event()
+
+    def call():
+        with patch("forebay.observe.ledger_queries.is_roster", lambda path: pending.wait()):
+            main(["ledger", "verify", str(home / "node-cert.pem")])
+
+    return call, pending.set
+
+
 NODES = [
+    (ledger, "", "the end of .*node-cert.pem"),
     (scheduler, "refused", "the scheduler of 'x': .*refused"),
     (scheduler, "silent", "the scheduler of 'x': .* has not answered yet"),
     (member, "refused", "coordinator .*refused"),

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -28,10 +29,11 @@ from forebay.cli.arguments import (
     size,
     validate,
 )
-from forebay.cli.running import check_plain_http, load_identity, ready, stop_event, until_stopped
+from forebay.cli.running import check_plain_http, load_identity, log, ready, stop_event, until_stopped
 from forebay.errors import MALFORMED, StateError, UsageError
 from forebay.launch import KINDS, render, write
 from forebay.machine import memory_bytes
+from forebay.storage.retry import log_while_waiting
 from forebay.toml import read_toml
 
 if TYPE_CHECKING:
@@ -95,6 +97,17 @@ def _dashboard(args: Namespace) -> None:
         until_stopped(stop)
 
 
+def _told(read: Callable[[Namespace], Any]) -> Callable[[Namespace], Any]:
+    """Return a command that reads a ledger, which may take minutes, and says so."""
+
+    def run(args: Namespace) -> Any:
+        with log_while_waiting(log, lambda: f"the end of {args.file}"):
+            return read(args)
+
+    return run
+
+
+@_told
 def _verify(args: Namespace) -> bool:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.certificates import der_of, peer_of, verify_certificate
@@ -134,6 +147,7 @@ def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bo
     return not report["ok"]
 
 
+@_told
 def _blame(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import blame_step, who_saw
@@ -194,6 +208,7 @@ def _describe_share(part: BatchShare) -> str:
     return "\n".join(lines)
 
 
+@_told
 def _export(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import export_uses
