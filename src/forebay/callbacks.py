@@ -17,10 +17,11 @@ def wandb(run: Any) -> Callback:
 
 def tensorboard(writer: Any) -> Callback:
     """Log to a `torch.utils.tensorboard.SummaryWriter`."""
+    add_scalar = writer.add_scalar  # What is no writer fails here, not in the loop.
 
     def log(metrics: dict[str, float], step: int) -> None:
         for name, value in _named(metrics).items():
-            writer.add_scalar(name, value, step)
+            add_scalar(name, value, step)
 
     return log
 

@@ -5,6 +5,7 @@ words of the command are wrong, 1 where a file or a node is.
 """
 
 import os
+import pickle
 import shlex
 import shutil
 from pathlib import Path
@@ -147,7 +148,25 @@ def test_a_wrong_command_is_answered_in_one_line(command, line, code, world, cap
 def test_a_wrong_call_is_named(call, line, world):
     with pytest.raises((forebay.ForebayError, TypeError)) as error:
         call()
-    assert line in str(error.value)
+    assert line in str(error.value) and not any("concurrent" in str(entry.path) for entry in error.traceback)
+
+
+def test_rows_that_are_cut_are_counted_and_mix_with_no_tokens(world, capsys):
+    turn = {"role": "assistant", "content": "So it is. " * 9}
+    write_jsonl(world / "talks.jsonl", [{"messages": [turn]}] * 9)
+    settings = "--set read.messages_key=messages --set rows.max_tokens=64 --tokenizer bytes --workers 1"
+    assert main(f"prepare talks.jsonl --out rows {settings}".split()) == 0
+    assert "9 conversations cut to that length (see rows.too_long)" in capsys.readouterr().out
+    with pytest.raises(forebay.ForebayError, match=r"one layout, got tokens of a and rows of b\. Read each with"):
+        Loader(Mixture({"a": "ds", "b": "rows"}, {"a": 1}), **B)
+
+
+def test_settings_without_effect_are_told_once(world, caplog):
+    loader = Loader("ds", seq_len=16, batch_size=900, split="train")
+    pickle.loads(pickle.dumps(loader)).close()
+    split, batch = caplog.messages
+    assert "split='train': all samples are read" in split
+    assert "got 398 samples of 16 tokens for a global batch of 900. Ask for" in batch
 
 
 def test_first_guesses_are_taken(world):

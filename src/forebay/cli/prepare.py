@@ -32,6 +32,7 @@ def _prepare(args: Namespace) -> None:
     _set_up_processes()
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
+    from forebay.prepare.report import load_report, load_times, page_of, render_text
     from forebay.prepare.run import plan
 
     recipe = _recipe(args)
@@ -66,8 +67,6 @@ def _prepare(args: Namespace) -> None:
         print(json.dumps(result))
         return
     if args.to == "report":
-        from forebay.prepare.report import load_report, load_times, page_of, render_text
-
         print(f"{render_text(load_report(args.out), load_times(args.out))}\nFull report: {page_of(args.out)}")
         return
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
@@ -75,9 +74,13 @@ def _prepare(args: Namespace) -> None:
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
     what = f"{result['tokens']:,} tokens in {numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
-    if to == "dataset" and recipe.rows is not None and not recipe.rows.packed:
-        padding = 1 - result["tokens"] / (result["documents_out"] * recipe.rows.max_tokens)
-        what += f" of rows of {recipe.rows.max_tokens:,}, {padding:.0%} padding (see rows.max_tokens, rows.packed)"
+    if to == "dataset" and (rows := recipe.rows) is not None:
+        what += f" of rows of {rows.max_tokens:,}"
+        if not rows.packed:
+            padding = 1 - result["tokens"] / (result["documents_out"] * rows.max_tokens)
+            what += f", {padding:.0%} padding (see rows.max_tokens, rows.packed)"
+        if cut := sum(stage["changed"].get("truncated", 0) for stage in load_report(args.out)["funnel"]):
+            what += f", {numbered(cut, 'conversation')} cut to that length (see rows.too_long)"
     failed = result["failed"]
     missing = f"\n{numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
     missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""

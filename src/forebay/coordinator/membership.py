@@ -339,8 +339,8 @@ def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> Json
             return {"generation": {**generation_reply(state, run_id), "rank": rank}}
         if state.members[message.worker_id].step < state.run_to:
             return {"run_to": state.run_to}
-    waits_for = sum(not m.ready for m in state.members.values()) if generation else state.rules.min_workers
-    return {"waiting": {"members": len(state.members), "waits_for": waits_for}}
+    late = [m.worker_id for m in state.members.values() if m.lost_at or (_has_rank(state, m) and not m.ready)]
+    return {"waiting": {"members": len(state.members), "waits_for": late[:8] or state.rules.min_workers}}
 
 
 def generation_reply(state: RunState, run_id: str) -> Json:

@@ -111,7 +111,7 @@ def open_token_files(folder: Path, files: Sequence[Path], dtype: Any) -> Externa
         raise UsageError(
             f"{folder}: expected one set of token files, got "
             f"{', '.join(f'{n}*{s}' for n, s in list(sets.items())[:8])}. "
-            f"Give a pattern of one in place of the directory: {folder / stem}*{sets[stem]}."
+            f"Name one of them by its pattern, such as {folder / stem}*{sets[stem]}."
         )
     return VectorDataset(folder, sorted(chosen), dtype)
 

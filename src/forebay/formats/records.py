@@ -174,7 +174,10 @@ def key_advice(options: ReadOptions, names: Collection[str], longest: str = "NAM
             return f"Pairs are read with {keys}"
         return "Name the list of messages with --set read.messages_key=NAME"
     if chats := [name for name in ("messages", "conversations") if name in names]:
-        return f"These are chats: --recipe sft --set read.messages_key={chats[0]}"
+        return (
+            f"These are chats: forebay prepare --recipe sft --set read.messages_key={chats[0]} makes rows of them, "
+            "which forebay.Loader reads"
+        )
     keys = json.dumps([*(options.text_keys or ["text"]), longest])
     more = f" (beside other files: --set 'read.text_key={keys}')" * (longest != "NAME")
     return f"Name it with --set read.text_key={longest}{more}"

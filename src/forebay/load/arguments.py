@@ -49,7 +49,8 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     Raises:
         UsageError: If they are wrong, or disagree with an initialized group of torch.distributed.
     """
-    if rank is None and world_size is None and (group := process_group()) is not None:
+    group = process_group()
+    if group is not None and rank is None and world_size is None:
         return group
     # The first of those with most variables; a world size counts more than a rank.
     names = max(_ENVIRONMENTS, key=lambda pair: [name in os.environ for name in reversed(pair)])
@@ -81,7 +82,12 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
                 f"{argument}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
             ) from None
     rank, world_size = values
-    _check_group(rank, world_size)
+    # Of a group they may be a data axis: a divisor of its size, or the same.
+    if group is not None and (group[1] % world_size or (world_size == group[1] and rank != group[0])):
+        raise UsageError(
+            f"rank, world_size: expected those of the process group, {group[0]} of {group[1]}, or of an axis of it, "
+            f"got {rank} of {world_size}. Leave them out, or give the data axis' (with tensor parallelism)."
+        )
     if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
         raise UsageError(
             f"rank, world_size: expected 0 <= rank < world_size <= {MAX_WORLD_SIZE}, got rank {rank} of {world_size} "
@@ -96,16 +102,6 @@ def process_group() -> tuple[int, int] | None:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     return distributed.get_rank(), distributed.get_world_size()
-
-
-def _check_group(rank: int, world_size: int) -> None:
-    """Raises UsageError unless they may be a data axis of the process group: a divisor of its size, or the same."""
-    group = process_group()
-    if group is not None and (group[1] % world_size or (world_size == group[1] and rank != group[0])):
-        raise UsageError(
-            f"rank, world_size: expected those of the process group, {group[0]} of {group[1]}, or of an axis of it, "
-            f"got {rank} of {world_size}. Leave them out, or give the data axis' (with tensor parallelism)."
-        )
 
 
 def ranks_per_node(world_size: int) -> int:

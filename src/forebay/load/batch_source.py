@@ -146,6 +146,10 @@ class RunningSource(Closing, BatchSource[BatchT]):
     def _receive(self, item: Any) -> Any:
         """Count an item of the source as received, and return its batch; None if it cannot be used any more."""
 
+    @abstractmethod
+    def _check_iteration(self, num_workers: int) -> None:
+        """Raise UsageError if the next iteration cannot be; warn if it gives nothing."""
+
     def _pause(self) -> None:
         """End the thread that makes batches ahead. An iteration goes on from the present step."""
         source, self._source = self._source, None
@@ -153,6 +157,7 @@ class RunningSource(Closing, BatchSource[BatchT]):
             source.close()
 
     def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
+        self._check_iteration(num_workers)
         self._pause()
         self._iteration += 1
         iteration, waits, callbacks, clock = self._iteration, self.waits, self._callbacks, time.perf_counter

@@ -17,6 +17,7 @@ from forebay.units import format_bytes, numbered
 
 if TYPE_CHECKING:
     from forebay.dataset.documents import Document, Documents
+    from forebay.fetch.cache import CacheSettings
 
 
 class TokenText:
@@ -44,42 +45,35 @@ def describe(loader: Any) -> dict[str, str]:
     unit = "rows" if loader.seq_len is None else f"samples of {loader.seq_len} tokens"
     fields: dict[str, str] = {}
     for name, dataset, index in zip(loader.datasets, loader.datasets.values(), loader.plan.indexes):
-        size = format_bytes(int(dataset.table.bytes.sum()))
         fields[f"dataset {name}".strip()] = (
-            f"{dataset.name} ({dataset.url}), id {dataset.id[:12]}, {numbered(dataset.num_slices, 'slice')}, {size}; "
-            f"{index.num_samples:,} {unit}"
+            f"{dataset.name} ({dataset.url}), id {dataset.id[:12]}, {numbered(dataset.num_slices, 'slice')}, "
+            f"{format_bytes(int(dataset.table.bytes.sum()))}; {index.num_samples:,} {unit}"
         )
     sizes = ", then ".join(f"{size:,} from step {step:,}" for step, size in loader.global_batch_sizes)
     fields["global batch"] = sizes.removesuffix(" from step 0") if "then" not in sizes else sizes
-    if loader.plan.jobs:
-        return fields | _describe_jobs(loader)
+    packing = f"{config.packing}, document masks {'on' if config.has_masks else 'off'}"
+    position = f"epoch {loader.epoch}, step {loader.step:,}{'' if run.num_steps is None else f' of {run.num_steps:,}'}"
+    if jobs := loader.plan.jobs:
+        leased = (f"job {job.job_id[:12]} of {job.name} at {job.scheduler.addresses()[0]}" for job in jobs.values())
+        return {
+            **fields, "position": f"{position} of this worker", "order": f"as leases are granted: {', '.join(leased)}",
+            "packing": packing, "cache": _limit(loader.plan.cache),
+        }  # fmt: skip
     fields["rank"] = f"{loader.rank} of {loader.world_size}"
-    fields["position"] = f"epoch {loader.epoch}, step {loader.step:,}{_limit(run.num_steps)}"
+    fields["position"] = position
     if loader.mixture is None:
         fields["steps"] = f"{loader.steps_per_epoch:,} an epoch; epochs in a pass: {config.epochs or 'no end'}"
     elif run.num_steps is not None:
         fields["repeats"] = ", ".join(f"{name} {n:.2f} times" for name, n in _repeats(loader).items())
     fields["order"] = f"{order}, seed {order.seed}, assignment {config.order.assignment}"
-    fields["packing"] = f"{config.packing}, document masks {'on' if config.has_masks else 'off'}"
-    tail = loader.tail_tokens
-    if tail:
+    fields["packing"] = packing
+    if tail := loader.tail_tokens:
         fields["tail"] = f"{tail:,} tokens an epoch in no sample"
     return fields | _traffic(loader)
 
 
-def _describe_jobs(loader: Any) -> dict[str, str]:
-    jobs, settings = loader.plan.jobs, loader.plan.cache
-    return {
-        "position": f"epoch {loader.epoch}, step {loader.step:,}{_limit(loader.run.num_steps)} of this worker",
-        "order": "as leases are granted: "
-        + ", ".join(f"job {job.job_id[:12]} of {job.name} at {job.scheduler.addresses()[0]}" for job in jobs.values()),
-        "packing": f"{loader.config.packing}, document masks {'on' if loader.config.has_masks else 'off'}",
-        "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}",
-    }
-
-
-def _limit(number: int | None) -> str:
-    return "" if number is None else f" of {number:,}"
+def _limit(settings: CacheSettings) -> str:
+    return f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}"
 
 
 def _repeats(loader: Any) -> dict[str, float]:
@@ -104,23 +98,21 @@ def _traffic(loader: Any) -> dict[str, str]:
     needs, ratio = [part.nodes[0] for part in parts], max(fetch_ratios(parts, settings.budget_bytes))
     requests = sum(num_requests(parts, settings.budget_bytes, settings.neighbour_bytes())) // parts[0].num_nodes
     fetched, opened = sum(need.epoch_bytes for need in needs), sum(need.open_bytes for need in needs)
-    verified = loader.config.cache.verify
     return {
         "fetched": f"{format_bytes(fetched)} by a node in an epoch, by about {requests:,} requests; by all {ratio:.2f} "
         "times the dataset",
-        "cache": f"{settings.directory}, at most {format_bytes(settings.budget_bytes)}; {format_bytes(opened)} of it "
-        f"are read at once; slices hashed: {verified}",
+        "cache": f"{_limit(settings)}; {format_bytes(opened)} of it are read at once; slices hashed: "
+        f"{loader.config.cache.verify}",
     }  # fmt: skip
 
 
 def documents_of(loader: Any, batch: Any) -> list[list[Document]]:
     """The documents of each sample of a batch; see `Loader.documents`."""
-    datasets = list(loader.datasets.values())
-    rows = []
-    for source, sample in zip(batch.dataset_index.tolist(), batch.sample_ids.tolist()):
-        dataset = datasets[source]
-        rows.append([dataset.document(number) for number in _numbers(dataset, loader.plan.indexes[source], sample)])
-    return rows
+    datasets, indexes = list(loader.datasets.values()), loader.plan.indexes
+    return [
+        [datasets[source].document(number) for number in _numbers(datasets[source], indexes[source], sample)]
+        for source, sample in zip(batch.dataset_index.tolist(), batch.sample_ids.tolist())
+    ]
 
 
 def _numbers(dataset: Dataset, index: Any, sample: int) -> list[int]:

@@ -95,7 +95,7 @@ class HelperPool:
         return bundle  # type: ignore[no-any-return]
 
 
-class _Helper:
+class _Helper(SegmentReader):
     def __init__(self, pickled: bytes, index: int, num_helpers: int) -> None:
         self._name = f"loader's helper process {index} of {num_helpers}"
         ours, theirs = socket.socketpair()
@@ -105,8 +105,7 @@ class _Helper:
                 pass_fds=[theirs.fileno()], process_group=0,  # Ctrl-C is the parent's, which ends its helpers.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )  # fmt: skip
-        self._reader, self._socket = SegmentReader(ours), ours
-        self._connection = Connection(os.dup(ours.fileno()))
+        super().__init__(ours)
         self.send((pickled, index, num_helpers))
 
     def send(self, message: Any) -> None:
@@ -115,11 +114,10 @@ class _Helper:
 
     def receive(self) -> tuple[Any, Any]:
         with self._named():
-            return self._reader.receive()
+            return super().receive()
 
     def close(self) -> None:
-        self._connection.close()
-        self._reader.close()
+        super().close()
         self._socket.close()
 
     @contextlib.contextmanager
@@ -146,7 +144,8 @@ def _close_all(helpers: "list[_Helper]") -> None:
 def main() -> None:
     """Run a helper; the argument is the number of its socket."""
     with socket.socket(fileno=int(sys.argv[1])) as end:
-        connection, writer = Connection(os.dup(end.fileno())), SegmentWriter(end)
+        writer = SegmentWriter(end)
+        connection = writer.connection
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # The parent has ended.
             pickled, index, num_helpers = connection.recv()
             loader: Any = None

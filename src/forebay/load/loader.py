@@ -106,6 +106,8 @@ class Loader(RunningSource[BatchT]):
         config = LoaderConfig(dataset, seq_len, **arguments)  # type: ignore[arg-type]
         self._start(config)
         self._reporting_pid = close_at_exit(self) if dataset is None else 0
+        for warning in self.plan.warnings:
+            _log.warning("%s", warning)
 
     __signature__ = inspect.signature(LoaderConfig)
 
@@ -226,7 +228,7 @@ class Loader(RunningSource[BatchT]):
 
         return Take(self, open_batches, min(size for size in (n, stop and stop - start) if size is not None))
 
-    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
+    def _check_iteration(self, num_workers: int) -> None:
         self._check_readers(any(self.readers or ()))
         if self.leases is not None and num_workers:
             raise UsageError(
@@ -238,16 +240,12 @@ class Loader(RunningSource[BatchT]):
                 "Loader: all %d steps of the run are done: this loop gets no batch. Give more steps=, or load a state.",
                 self.run.num_steps,
             )
-        return super().iterate(convert, prefetch, num_workers)
 
     def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
         depth = self.config.samples.prefetch_batches if prefetch is None else prefetch
         maker = self._helpers(num_workers) if num_workers else self.planner
-        batches, finish = (
-            maker.batches(self.step, self.pass_of(self.step)[1]),
-            lambda batch: self._finish(convert, batch),
-        )
-        source = Prefetcher(batches, depth, finish, self._slices.pause)
+        batches = maker.batches(self.step, self.pass_of(self.step)[1])
+        source = Prefetcher(batches, depth, lambda batch: self._finish(convert, batch), self._slices.pause)
 
         def spent() -> Spent:
             return maker.scheduler_s, maker.network_s, maker.disk_s, source.convert_s, 0.0

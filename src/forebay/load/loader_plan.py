@@ -6,9 +6,7 @@ Opens the datasets' descriptions, and reads the lengths of documents where packi
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,21 +23,20 @@ from forebay.load.options import LoaderConfig
 from forebay.load.order_source import StaticOrder
 from forebay.load.samples import SampleIndex, owned_samples, plan_samples
 from forebay.load.slices import SliceReader
-from forebay.load.sources import open_datasets, subsets_of
+from forebay.load.sources import call_in_threads, open_datasets, subsets_of
 from forebay.load.state import run_identity
 from forebay.machine import hint_directory
 from forebay.order.bijection import derive_key
 from forebay.order.footprint import Footprint, check_traffic, footprints
 from forebay.order.plan import Order, SampleSize
 from forebay.order.run import OwnedRun, Run
-from forebay.units import as_size, format_bytes
+from forebay.units import as_size, format_bytes, numbered
 
 if TYPE_CHECKING:
     from forebay.lease.job import LeaseJob
     from forebay.load.lease_order import LeaseOrder
 
 _LEASE_STATE_VERSION = 1
-_log = logging.getLogger("forebay")
 
 
 class LoaderPlan:
@@ -51,10 +48,11 @@ class LoaderPlan:
         run: The samples of each step; without an end except `steps`.
         identity: What decides the samples; part of a state.
         cached, cache: Whether each dataset is cached, and the settings if one is.
+        warnings: For the user. Helper processes, which make the same plan, do not log them again.
     """
 
     def __init__(self, config: LoaderConfig) -> None:
-        self._config, self.mixture, self.seq_len = config, config.mixture, config.seq_len
+        self._config, self.mixture, self.seq_len, self.warnings = config, config.mixture, config.seq_len, list[str]()
         self.jobs: dict[str, LeaseJob] = {}  # By name of the dataset, with `scheduler`.
         self.rank, self.world_size = 0, 1  # With it, of this worker's own steps.
         if config.scheduler is None:
@@ -95,6 +93,11 @@ class LoaderPlan:
                 f"global_batch_size: expected at least a sample for each of {self.world_size} ranks, got {smallest}. "
                 "Use larger batches, or fewer ranks."
             )
+        if config.split == "train" and not config.samples.validation_fraction:
+            self.warnings.append(
+                "split='train': all samples are read, as validation_fraction is 0. Leave the split out, or give "
+                "samples=forebay.SampleOptions(validation_fraction=0.01)."
+            )
         mixture, owner, seed = self.mixture, dict[str, Any](), int(config.seed)
         drop_last, shuffle = bool(config.samples.drop_last), bool(config.shuffle)
         batch = -(-sizes.largest // self.world_size) if config.is_owned else sizes.largest
@@ -114,11 +117,16 @@ class LoaderPlan:
                     dataset, index, self.rank, self.world_size, config.order.worker_names
                 )
                 owner = {"rank": self.rank, "workers": names}
-            if index.num_samples < (batch if drop_last and mixture is None else 1):
-                raise UsageError(
-                    f"{dataset.url}: expected at least one batch an epoch, got {index.num_samples} samples of "
-                    f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
+            if mixture is None and index.num_samples < batch:
+                length = f" of {self.seq_len} tokens" if self.seq_len else ""
+                text = (
+                    f"{dataset.url}: expected at least one batch an epoch, got {numbered(index.num_samples, 'sample')}"
+                    f"{length} for a global batch of {batch}. Ask for {'shorter samples or ' * bool(length)}smaller "
+                    "batches."
                 )
+                if drop_last:
+                    raise UsageError(text)
+                self.warnings.append(f"{text} Batches are short.")
             # Datasets of a mixture have seeds of their own: datasets of equal size must not have equal orders.
             key = seed if mixture is None else int.from_bytes(derive_key(seed, "source", name), "little")
             size, options = SampleSize.of(dataset.table.bytes, index.counts, dataset.table.chunk_bytes), config.order
@@ -203,7 +211,7 @@ class LoaderPlan:
         parts = self.footprints(settings)
         needed = sum(min(part.nodes[0].open_bytes, part.num_bytes) for part in parts)
         try:
-            warnings = check_traffic(parts, settings.budget_bytes, self._config.order.max_fetch_ratio)
+            self.warnings += check_traffic(parts, settings.budget_bytes, self._config.order.max_fetch_ratio)
         except UsageError as error:
             is_default = self._config.cache_bytes is None and str(settings.directory) != "ram"
             if not is_default or settings.budget_bytes >= min(needed, MAX_DEFAULT_BYTES):
@@ -212,8 +220,6 @@ class LoaderPlan:
                 f"cache: expected {format_bytes(4 * needed)} of free space for {settings.directory}, of which it may "
                 f"use a quarter, got {format_bytes(4 * settings.budget_bytes)}. Make room, or give another cache_dir=."
             ) from error
-        for warning in warnings:
-            _log.warning("%s", warning)
 
 
 def _open_jobs(config: LoaderConfig) -> dict[str, LeaseJob]:
@@ -229,8 +235,7 @@ def _open_jobs(config: LoaderConfig) -> dict[str, LeaseJob]:
             patience_s=network.patience_s, from_urls=network.from_urls,
         )  # fmt: skip
 
-    with ThreadPoolExecutor(len(sources)) as pool:
-        return dict(zip(sources, pool.map(open_one, sources)))
+    return call_in_threads(open_one, sources)
 
 
 def _check_job(job: LeaseJob, index: SampleIndex) -> None:

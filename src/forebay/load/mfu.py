@@ -62,7 +62,7 @@ def peak_flops(device: str = "", dtype: str = "bfloat16") -> float:
                 return float(peak) * 1e12
             break
     raise UsageError(
-        f"peak_flops: expected a device whose figure for {dtype} is known, got {name!r}. Give the dense FLOP/s of its "
+        f"peak_flops: expected a device whose FLOP/s in {dtype} are known, got {name!r}. Give the dense FLOP/s of its "
         "data sheet, such as peak_flops=312e12."
     )
 

@@ -33,7 +33,7 @@ class Prefetcher(Generic[_T]):
     """
 
     def __init__(
-        self, source: Generator[Any, None, None], depth: int, convert: Callable[[Any], _T] | None = None,
+        self, source: Generator[Any, None, None], depth: int, convert: Callable[[Any], _T],
         interrupt: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self._source, self._depth, self._convert, self._interrupt = source, depth, convert, interrupt
@@ -88,8 +88,8 @@ class Prefetcher(Generic[_T]):
         try:
             with self._making:
                 item = next(self._source, None)
-            if item is None or self._convert is None:
-                return _End(None) if item is None else item
+            if item is None:
+                return _End(None)
             started_at = time.perf_counter()
             converted = self._convert(item)
             self.convert_s += time.perf_counter() - started_at

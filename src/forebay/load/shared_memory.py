@@ -41,7 +41,7 @@ class SegmentWriter:
     """Sends lists of batches. For one thread, and one end of a pair of Unix sockets."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._socket, self._connection = end, Connection(os.dup(end.fileno()))
+        self._socket, self.connection = end, Connection(os.dup(end.fileno()))
         self._segments: list[U8] = []
         self._new: list[int] = []  # Descriptors of the last segments, which the reader does not have.
         self._free_bytes = _MAX_BYTES
@@ -82,7 +82,7 @@ class SegmentWriter:
         if parts or error is None:
             location = segment[:stop] if number is None else number
             new = [len(segment) for segment in self._segments[len(self._segments) - len(self._new) :]]
-            self._connection.send((head(), new, location, stop, parts))
+            self.connection.send((head(), new, location, stop, parts))
             for descriptor in self._new:
                 socket.send_fds(self._socket, [b"\0"], [descriptor])
                 os.close(descriptor)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
-from forebay.errors import DatasetError, PrintableUrl, UsageError
+from forebay.errors import DatasetError, ForebayError, PrintableUrl, UsageError
 from forebay.files import nothing_there
 from forebay.load.packing import DocumentSubset
 from forebay.order.mixture import Weights
@@ -158,28 +158,41 @@ def open_dataset(
     return open_local(source, verify=verify)
 
 
+def call_in_threads(call: Callable[[str], Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the results by name. An error has the traceback of the caller: the frames of a pool explain nothing."""
+    with ThreadPoolExecutor(min(_OPENERS, len(names))) as pool:
+        try:
+            return dict(zip(names, pool.map(call, names)))
+        except ForebayError as error:
+            raise error.with_traceback(None) from None
+
+
 def open_datasets(
     sources: Mapping[str, DatasetSource], identity: Any, from_urls: Any = "", verify: Verify = "once", *,
     allow_different_tokenizers: bool = False,
 ) -> dict[str, Dataset]:  # fmt: skip
     """Open several datasets, in threads, by name. Raises DatasetError unless they agree in what their tokens mean."""
 
-    def open_one(source: DatasetSource) -> Dataset:
-        return open_dataset(source, identity, verify=verify, from_urls=from_urls)
+    def open_one(name: str) -> Dataset:
+        return open_dataset(sources[name], identity, verify=verify, from_urls=from_urls)
 
-    with ThreadPoolExecutor(min(_OPENERS, len(sources))) as pool:
-        datasets = dict(zip(sources, pool.map(open_one, sources.values())))
+    datasets = call_in_threads(open_one, sources)
     if len(datasets) < 2:
         return datasets
     from forebay.dataset.agreement import TOKENIZER_FILE, differences, token_traits
 
     for trait, first, expected, name, got in differences({n: token_traits(d.manifest) for n, d in datasets.items()}):
         if trait in ("layout", "dtype") or not allow_different_tokenizers:
+            advice = {
+                "layout": "Read each with a Loader of its own.",
+                "dtype": "Widen that of U16: forebay convert DATASET OUT --to forebay --dtype uint32.",
+            }.get(
+                trait,
+                f"Prepare {name} with --tokenizer {datasets[first].url}/{TOKENIZER_FILE}. Where that is meant: "
+                "allow_different_tokenizers=True of the Mixture (= true in its file).",
+            )
             raise DatasetError(
-                f"mixture: expected datasets of one {trait}, got {expected} of {first} and {got} of {name}. Prepare "
-                f"{name} with --tokenizer {datasets[first].url}/{TOKENIZER_FILE}. Where that is "
-                "meant: allow_different_tokenizers=True of the Mixture (= true in its file), and for another type "
-                "forebay convert DATASET OUT --to forebay --dtype TYPE."
+                f"mixture: expected datasets of one {trait}, got {expected} of {first} and {got} of {name}. {advice}"
             )
     if not allow_different_tokenizers:
         _check_ids(datasets)

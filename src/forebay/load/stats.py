@@ -149,11 +149,6 @@ class Callbacks:
                 fn({"epoch": float(self._loader.epoch), **metrics}, step)
 
 
-def unit_of(stats: Mapping[str, float]) -> str:
-    """What a rate of a loader counts: `samples` of a dataset of rows, else `tokens`."""
-    return "samples" if stats.get("samples") and not stats["tokens"] else "tokens"
-
-
 def rates(
     before: Mapping[str, float], after: Mapping[str, float], elapsed_s: float
 ) -> tuple[str, float, dict[str, float], float | None]:
@@ -161,7 +156,8 @@ def rates(
 
     MFU is None unless it is measured, and where no token came.
     """
-    elapsed_s, unit = max(elapsed_s, 1e-9), unit_of(after)
+    elapsed_s = max(elapsed_s, 1e-9)
+    unit = "samples" if after.get("samples") and not after["tokens"] else "tokens"  # Rows have no tokens.
     shares = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
     mfu = (after["ideal_s"] - before["ideal_s"]) / elapsed_s or None
     return unit, (after[unit] - before[unit]) / elapsed_s, shares, mfu

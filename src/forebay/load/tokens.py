@@ -142,7 +142,11 @@ class TokenCollator(Collator):
     def _open(self, key: int, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _OpenSlice]:
         tokens, documents = MappedArray(slice_.tokens, slice_.path), index.documents
         pad_id = index.pad_id if self._pad_id is None else self._pad_id
-        opened = _OpenSlice(key, tokens, self._padding_array(tokens.array.dtype, pad_id))
+        if (padding := (tokens.array.dtype, pad_id)) not in self._padding:
+            if not 0 <= pad_id <= np.iinfo(tokens.array.dtype).max:
+                raise UsageError(f"pad_id: expected a token that {tokens.array.dtype} can hold, got {pad_id}.")
+            self._padding[padding] = MappedArray(np.full(self._seq_len + 1, *padding[::-1]), "")
+        opened = _OpenSlice(key, tokens, self._padding[padding])
         size = num_tokens = len(tokens.array)
         if self._masks or documents is not None:
             opened.document_ends = MappedArray(slice_.document_ends, slice_.path)
@@ -163,13 +167,6 @@ class TokenCollator(Collator):
             opened.shifts = runs.starts - opened.stream_edges[:-1]
             num_tokens = int(opened.stream_edges[-1])
         return num_tokens // self._seq_len, opened
-
-    def _padding_array(self, dtype: DType, pad_id: int) -> MappedArray:
-        if (dtype, pad_id) not in self._padding:
-            if not 0 <= pad_id <= np.iinfo(dtype).max:
-                raise UsageError(f"pad_id: expected a token that {dtype} can hold, got {pad_id}.")
-            self._padding[dtype, pad_id] = MappedArray(np.full(self._seq_len + 1, pad_id, dtype), "")
-        return self._padding[dtype, pad_id]
 
     def _byte_ranges(self, opened: _OpenSlice, samples: I64) -> tuple[I64, I64]:
         ranges = self._token_ranges([opened], np.zeros(len(samples), np.int64), samples)

@@ -299,11 +299,11 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         advice = (
             "Unpack or convert it first."
             if reason in ARCHIVES.values()
-            else "Force a format with --set read.format=NAME, or leave it out."
+            else "Force a format with --set read.format=NAME, or leave it out; forebay convert reads tokens and images."
         )
         raise PrepareError(
-            f"{file.path}: expected one of {', '.join(names)}, got {reason} that begins with bytes "
-            f"{head[:8].hex(' ')}. {advice}"
+            f"{file.path}: expected one of {', '.join(names)}, got {reason} (it begins with bytes "
+            f"{head[:8].hex(' ')}). {advice}"
         )
     return Skipped(file.path, reason)
 

@@ -312,12 +312,11 @@ class TextStream(RunningSource[NumpyTokens]):
         """End the thread that makes batches ahead, close files. The state stays; iterating goes on from it."""
         self._pause()
 
-    def iterate(self, convert: Convert | None = None, prefetch: int | None = None, num_workers: int = 0) -> Batches:
+    def _check_iteration(self, num_workers: int) -> None:
         if num_workers:
             raise UsageError(f"num_workers: expected 0 for a TextStream, got {num_workers}. Leave it out.")
         if self.num_steps is not None and self.step >= self.num_steps:
             _log.warning("stream: all %d steps of the run were given out: no batch is left.", self.num_steps)
-        return super().iterate(convert, prefetch)
 
     def _open(self, convert: Convert | None, prefetch: int | None, num_workers: int) -> Opened:
         def finish(item: tuple[NumpyTokens, StreamState]) -> tuple[Any, StreamState]:

@@ -51,8 +51,8 @@ class Batches:
     batch_size: int
 
     def __post_init__(self) -> None:
-        for argument, value in (("num_batches", self.num_batches), ("batch_size", self.batch_size)):
-            check_integer(argument, value, 1)
+        check_integer("num_batches", self.num_batches, 1)
+        check_integer("batch_size", self.batch_size, 1)
         self.rank, self.world_size = rank_of_world(self.rank, self.world_size)
         self.stream = self.open_stream(rank=self.rank, world_size=self.world_size, batch_size=self.batch_size)
         self._num_yielded = 0
@@ -78,7 +78,7 @@ class Batches:
         """This rank's batches from the position on, without end."""
         with closing(iter(self.stream)) as batches:
             for batch in batches:
-                if batch.epoch > self._logged_epoch:
+                if batch.epoch and not self._logged_epoch:
                     self._logged_epoch = batch.epoch
                     _log.warning(
                         "%s: all of it was read; epoch %d begins, in another order.", self.name, batch.epoch + 1

@@ -65,8 +65,8 @@ def find_entry(name: str) -> CatalogEntry:
             return entry
     if Path(name).exists():
         raise UnknownDatasetError(
-            f"Dataset {name!r}: expected a path that begins with `.` or `/`, or a name of the hub, got either kind. "
-            f"Did you mean './{name}'? The hub's is 'hf:{name}'."
+            f"Dataset {name!r}: expected a path that begins with `.` or `/`, or a name of the hub, got what may be "
+            f"either. Did you mean './{name}'? The hub's is 'hf:{name}'."
         )
     if "/" in plain.strip("/"):
         return CatalogEntry(name, plain, text_key=_TEXT_KEYS.get("/".join(plain.split("/")[:2]), "text"))

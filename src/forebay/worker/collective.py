@@ -120,9 +120,8 @@ class Collective:
         except (RuntimeError, ValueError) as error:
             self.close()
             raise PeerLostError(
-                f"collective: generation {generation.number}, rank {generation.rank} of {generation.world_size}: "
-                f"a rank was lost as ranks {what}: {_reason(error)}. "
-                "Continue at the next boundary with broken=True."
+                f"collective: generation {generation.number}, rank {generation.rank} of {generation.world_size}: a "
+                f"rank was lost as ranks {what}: {_reason(error)}. The step is not applied here."
             ) from error
 
     def share(self, model: Any, optimizer: Any) -> None:
@@ -132,7 +131,7 @@ class Collective:
         PeerLostError this rank's are unchanged.
         """
         source = self.generation.source
-        is_source = self.generation.rank == self.generation.source
+        is_source = self.generation.rank == source
         data = io.BytesIO()
         if is_source:
             torch.save(optimizer.state_dict(), data)
@@ -144,15 +143,13 @@ class Collective:
             max_bytes = MAX_STATE_RATIO * sum(tensor.nbytes for tensor in own) + MAX_POSITION_BYTES
             body = self._broadcast(data.getvalue(), source, max_bytes)
             dist.barrier()
-        if is_source:
-            return
-        with self._losing("shared weights"):
+            if is_source:
+                return
             try:  # before any weight is replaced
                 state = torch.load(io.BytesIO(body), map_location=self._device, weights_only=True)
                 optimizer.load_state_dict(state)
             except Exception as error:
                 raise RuntimeError(f"the source's state cannot be read: {type(error).__name__}: {error}") from error
-        with torch.no_grad():
             for tensor, new in zip(own, received):
                 tensor.copy_(new)
 
@@ -203,7 +200,7 @@ class Collective:
         while self._device.type == "cpu" and not work.is_completed():
             if self._broken():
                 _abandoned.append((dist.group.WORLD, work))
-                raise RuntimeError("another rank lost one")
+                raise RuntimeError("another rank reports it")
             time.sleep(pause_s)
             pause_s = min(0.005, pause_s + 0.0001)
         work.wait()
@@ -217,7 +214,8 @@ class Collective:
 
 
 def _reason(error: Exception) -> str:
-    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])[:200].rstrip(". ")
+    """Return the first sentence; PyTorch's next ones are advice."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])[:200].partition(". ")[0].rstrip(". ")
 
 
 # Sums that no rank waits for, with their groups: freed before their timeout, they would block.

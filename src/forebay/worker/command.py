@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import tempfile
-import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from forebay.base import Json
 from forebay.errors import NetworkError, UsageError
@@ -36,10 +36,9 @@ def loader_arguments(scheduler: SchedulerClient, **settings: Any) -> Json:
     """
     info = scheduler.read_job()
     scheduler.name = str(info.get("name"))
-    parts = (scheduler.identity.network_name, scheduler.name)
     split, fraction = info.get("split") or (None, 0.0)
     return {
-        "dataset": "forebay://" + "/".join(urllib.parse.quote(part, safe="") for part in parts),
+        "dataset": f"forebay://{quote(scheduler.identity.network_name, safe='')}/{quote(scheduler.name, safe='')}",
         "scheduler": scheduler.fixed_address or "auto",
         "seq_len": info.get("seq_len") if info.get("layout") == "tokens" else None,
         "packing": info.get("packing", "concat"), "split": split, "samples": {"validation_fraction": fraction},

@@ -11,9 +11,6 @@ from forebay.worker.trainer import check_trainer
 
 # Measured in F32 without recomputation: 16 bytes a parameter for weights, gradients and AdamW's two moments; a token
 # takes 17 vectors a layer, and its logits, their softmax and their gradient.
-_STATE_BYTES = 16
-_VECTORS = 17
-_LOGITS = 3
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,11 @@ class Size:
 
     def state_bytes(self, vocab_size: int, seq_len: int) -> int:
         """Memory of training that does not depend on the batch."""
-        return _STATE_BYTES * self.num_parameters(vocab_size, seq_len)
+        return 16 * self.num_parameters(vocab_size, seq_len)
 
     def sample_bytes(self, vocab_size: int, seq_len: int) -> int:
         """Memory of each sample of a batch that is learnt in one pass."""
-        return 4 * seq_len * (_VECTORS * self.num_layers * self.width + 4 * self.width + _LOGITS * vocab_size)
+        return 4 * seq_len * (17 * self.num_layers * self.width + 4 * self.width + 3 * vocab_size)
 
     def largest_batch(self, vocab_size: int, seq_len: int, num_bytes: int) -> int:
         """The largest batch whose training fits `num_bytes` of memory; 0 if no sample does."""

@@ -132,7 +132,7 @@ class DistributedRun:
             self._num_failures += 1
             if self._num_failures > MAX_FAILURES:
                 raise
-            training.log(str(error))
+            training.log(f"{error} The others go on without it; start it again, and it joins them.")
             self._leave_group()
             return self._boundary(stop=True, broken=True)
         return self._boundary(stop=stop if training.step < training.config.num_steps else False)
@@ -151,10 +151,9 @@ class DistributedRun:
     def _learn(self, batch: NumpyTokens) -> tuple[float, bool | None]:
         """The loss over all ranks, and whether they agreed to stop after this step (None: nothing was agreed)."""
         training = self.training
-        trainer = self.training.trainer
         if self.collective is None:
-            return training.learn(trainer.step, batch), None
-        lockstep = cast(LockstepTrainer, trainer)
+            return training.learn(training.trainer.step, batch), None
+        lockstep = cast(LockstepTrainer, training.trainer)
         loss = training.learn(lambda inputs, labels: lockstep.gradients(inputs, labels)[0], batch)
         mean, stop = self.collective.average(
             lockstep.model.parameters(), loss, stop=self.membership.changing, weight=batch.weight

@@ -72,15 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(datasets) if as_json else "\n".join(f"{d['name']}: {d['description']}" for d in datasets))
             return 0
         config = WorkerConfig(**{**(read_config(path) if path else {}), **args})
-        report = asyncio.run(_train(config, distributed, quiet))
+        asyncio.run(_train(config, distributed, quiet, as_json))
     except ForebayError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if as_json:
-        print(json.dumps(report))
     return 0
 
 
-async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> Json:
+async def _train(config: WorkerConfig, distributed: bool, quiet: bool, as_json: bool) -> None:
     async with WorkerClient(config, log=(lambda line: None) if quiet else log_to_stderr) as worker:
-        return (await worker.run_training(use_distributed=distributed)).to_json()
+        try:
+            await worker.run_training(use_distributed=distributed)
+        finally:
+            if as_json:
+                print(json.dumps(worker.report.to_json()))

@@ -74,7 +74,7 @@ def create_huggingface_dataset(
         is_here = True
     tokenizer_name = tokenizer_name or entry.tokenizer
     tokenizer = load_tokenizer(tokenizer_name)
-    seq_len = entry.seq_len if seq_len is None else seq_len
+    seq_len = seq_len or entry.seq_len
     buffer_size = entry.buffer_size if buffer_size is None else buffer_size
     options = StreamOptions(
         lanes=lanes, shuffle_documents=buffer_size, shuffle_bytes=BUFFER_BYTES,

@@ -21,7 +21,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from forebay.base import Json
+from forebay.base import Closing, Json
 from forebay.coordinator.messages import ANSWER_S
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("forebay.worker")
 
 
-class Membership(MembershipState):
+class Membership(MembershipState, Closing):
     """One process's membership of a run. Call it from one thread; `changing` may be read from any.
 
     Args:
@@ -182,10 +182,8 @@ class Membership(MembershipState):
             self.coordinator, "POST", request.path, body, timeout_s=timeout_s, role="scheduler"
         )[0]  # fmt: skip
 
-    def __enter__(self) -> "Membership":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def close(self) -> None:
+        """Leave, not finished."""
         self.leave()
 
 

@@ -304,6 +304,8 @@ class MembershipState:
 
 def _describe(answer: Mapping[str, Any]) -> str:
     waiting = answer.get("waiting", {})
-    members, waits_for = waiting.get("members", 0), waiting.get("waits_for", 0)
-    number = f"{waits_for} of them not ready" if waits_for <= members else f"the run waits for {waits_for}"
-    return f"other workers: {members} joined, {number}"
+    waits_for = waiting.get("waits_for")
+    awaited = f"the run waits for {waits_for!r}"
+    if isinstance(waits_for, list):
+        awaited = f"not ready: {', '.join(map(repr, waits_for))}"
+    return f"other workers: {waiting.get('members')!r} joined, {awaited:.200}"

@@ -125,9 +125,7 @@ class Training:
         if config != self.config or config.resolved_seq_len() != self.config.resolved_seq_len():
             self.close()
             self.config = config
-            self._trainer = None
-            self._described = False
-            self.data = open_data(config)
+            self.__post_init__()
 
     @property
     def step(self) -> int:
@@ -253,7 +251,13 @@ class Training:
         """Log the end; returns the report."""
         self.close_batches()
         self.report.finished = self.step >= self.config.num_steps
-        self._log_progress("done: " if self.report.finished else "stopped: ")
+        if self.report.finished and not self.report.steps:
+            self.log(
+                f"nothing to do: the run's {self.step} steps were done before this worker joined. For a new run start "
+                "the coordinator again; if it has --state DIR, with another directory."
+            )
+        else:
+            self._log_progress("done: " if self.report.finished else "stopped: ")
         return self.report
 
     def close_batches(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+from forebay.coordinator.membership import reply
 from forebay.coordinator.messages import (
     ANSWER_S,
     HEARTBEAT_WAIT_S,
@@ -51,6 +52,7 @@ def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat():
     for name in "acd":
         coordinator.ready(name, 3, broken=True)
     assert coordinator.generation.number == 1  # b may come back
+    assert reply(coordinator.state, Ready("a", "a/1", 1, 3), "")["waiting"] == {"members": 4, "waits_for": ["b"]}
     coordinator.tick(5)
     assert coordinator.generation.number == 2 and coordinator.ranks == list("acd")
     coordinator.join("b", "b/2")

@@ -192,7 +192,7 @@ def test_a_loader_guesses_the_type_of_headerless_tokens(tmp_path, caplog):
             assert batch.inputs[0].tolist() == STREAM[:16].tolist() and np.dtype(kind).name in caplog.text
     with pytest.raises(UsageError, match=r"one set of token files, got .*, train\*\.bin") as error:
         Loader(tmp_path, seq_len=16, batch_size=1)
-    advised = str(error.value).partition("in place of the directory: ")[2].rstrip(".")
+    advised = str(error.value).partition("such as ")[2].rstrip(".")
     assert [path.name for path in open_external(advised, dtype=GUESSED).files] == ["train.bin"]
 
 

@@ -109,7 +109,7 @@ def test_prefetched_items_are_those_of_the_source_in_order(depth):
 
 def test_a_thread_works_ahead_of_a_busy_caller_by_its_depth():
     produced = []
-    prefetcher = Prefetcher((n for n in _numbers(50, produced)), 3)
+    prefetcher = Prefetcher((n for n in _numbers(50, produced)), 3, int)
     assert next(prefetcher) == 0
     until(lambda: prefetcher._is_full and len(prefetcher._ready) >= 3)
     assert produced == [0, 1, 2, 3] and [next(prefetcher) for _ in range(5)] == [1, 2, 3, 4, 5]
@@ -125,7 +125,7 @@ def test_a_close_ends_what_another_thread_waits_for(depth):
         is_closed.wait()
         yield 1
 
-    prefetcher = Prefetcher(make(), depth, interrupt=is_closed.set)
+    prefetcher = Prefetcher(make(), depth, int, is_closed.set)
     thread = threading.Thread(target=lambda: items.extend(prefetcher))
     thread.start()
     is_making.wait()

@@ -115,7 +115,10 @@ def test_wrong_mixtures(folders, wrong):
     "recorded, differing",  # Of datasets a, b, c: the type, the hash of the tokenizer, vocab_size, eos_id.
     [
         ("U32 - 0 -|U32 - 0 -", ""),
-        ("U16 - 0 -|U32 - 0 -", "dtype, got U16 of a and U32 of b.*--dtype TYPE"),
+        (
+            "U16 - 0 -|U32 - 0 -",
+            "dtype, got U16 of a and U32 of b. Widen that of U16: .*--to forebay --dtype uint32",
+        ),
         ("U32 1 9 0|U32 1 9 0", ""),
         ("U32 1 0 -|U32 2 0 -", "tokenizer, got 111111111111 of a and 222222222222 of b.*--tokenizer /.*/a/tokenizer"),
         ("U32 - 0 -|U32 1 0 0", ""),

@@ -260,7 +260,10 @@ def test_what_most_of_the_first_records_lack_is_told(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     messages: list[str] = []
     prepare(tmp_path, tmp_path / "out", on_message=messages.append)
-    assert len(messages) == 1 and "in 99 of the first 100 records. These are chats: --recipe sft" in messages[0]
+    assert (
+        len(messages) == 1
+        and "in 99 of the first 100 records. These are chats: forebay prepare --recipe sft" in messages[0]
+    )
 
 
 def test_when_all_is_dropped_the_report_says_why(tmp_path):

@@ -31,6 +31,8 @@ def test_settings_of_the_coordinator_override_those_of_a_worker(tmp_path):
     with Coordinator("127.0.0.1", 0, config=shared, rules=Rules(**PATIENT)) as coordinator:
         config = WorkerConfig(batch_size=2, seq_len=16, trainer="count", coordinator=coordinator.address)
         report = run_alone(config, lines)
+        run_alone(config, lines)
+    assert lines[-1].startswith("nothing to do: the run's 5 steps were done before")
     assert (report.finished, report.tokens, report.effective_batch_size) == (True, 5 * 6 * 8, 6)
     assert any("batch_size" in line for line in lines)
     assert any(line.startswith("seq_len: the run has 8, which overrides 16 of") for line in lines)

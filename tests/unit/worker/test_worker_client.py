@@ -190,12 +190,14 @@ def test_what_counts_as_out_of_memory():
     assert "a device with more memory" in str(out_of_memory(MemoryError(), WorkerConfig(batch_size=1, seq_len=16)))
 
 
-def test_the_command_line(corpus, tmp_path, capsys):
+def test_the_command_line(corpus, tmp_path, capsys, monkeypatch):
     settings = tmp_path / "worker.toml"
     settings.write_text('tokenizer-name = "bytes"\nseq_len = 16\nbatch_size = 3\nnum_steps = 4\ntrainer = "count"\n')
     assert main(f"--config {settings} --dataset-name {corpus} --batch-size 5 --json --quiet".split()) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["samples"], report["tokens"], report["loss_first"] > 0) == (20, 320, True)
+    monkeypatch.setattr(CountTrainer, "step", lambda *_: float("inf"))
+    assert main(["--json", "--quiet"]) == 1 and not json.loads(capsys.readouterr().out)["finished"]
     assert main(["--list-datasets"]) == 0
     assert capsys.readouterr().out.startswith("fineweb: FineWeb: 15T tokens from CommonCrawl\n")
     assert main(["--list-datasets", "--json"]) == 0

@@ -85,6 +85,8 @@ def test_an_expelled_worker_learns_it_by_its_heartbeat_and_joins_under_another_s
     assert isinstance(request, Request) and request.body["session"] == "a"
     generation = """{"number": 1, "rank": 0, "world_size": 1, "start_step": 0, "start_sample": 0, "source": 0,
         "run_id": "r", "members": [{"worker_id": "w", "rank": 0}]}"""
+    joining.send({"waiting": {"members": 3, "waits_for": ["b", "c\x1b"]}})
+    assert state.awaited == r"other workers: 3 joined, not ready: 'b', 'c\x1b'"
     with pytest.raises(StopIteration):
         joining.send({"generation": json.loads(generation)})
     beats = state.heartbeats()
