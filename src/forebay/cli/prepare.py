@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,7 @@ def _warm(args: Namespace) -> None:
     from forebay.prepare.config import load_recipe, recipe_names, stage_group
     from forebay.prepare.dedup.methods import KINDS
     from forebay.prepare.driver import prepare_dataset
-    from forebay.prepare.forecast import Progress
+    from forebay.prepare.forecast import StageProgress
     from forebay.prepare.kernels import KERNEL_STAGES, compile_groups, missing_groups
 
     names = args.names or KERNEL_STAGES
@@ -109,13 +110,17 @@ def _warm(args: Namespace) -> None:
         recipes.append(load_recipe(settings={"pii": {"kinds": ["email"]}}))
     groups = list({group.name: group for recipe in recipes for group in missing_groups(recipe, ["html"])}.values())
     seconds: list[float] = []
+    stage = StageProgress("kernels", "group", time.monotonic())
+    stage.add({"": len(groups)}, len(groups))
     with PrepareBar(enabled=not args.quiet) as bar:
 
         def show() -> None:
-            bar.update(Progress("kernels", len(seconds), len(groups), "group"))
+            now = time.monotonic()
+            bar.update(stage.progress(now, stage.remaining_s(num_cores(), now)))
 
         def add(_: int, cpu_s: float) -> None:
             seconds.append(cpu_s)
+            stage.advance([1, 0, 0], "", "", 0.0, time.monotonic())
             show()
 
         show()

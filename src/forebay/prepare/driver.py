@@ -401,7 +401,7 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
             run.work.remove_all()
         return existing
     run.work.directory("")  # This user's alone: what lies there is believed.
-    reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
+    run.progress.found = reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
     try:
         return _run_tasks(run, job, lineage, key)
     except (OSError, ForebayError):
@@ -489,6 +489,8 @@ def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
     if not groups:
         return
     count = run.count_tasks("kernels", len(groups), "group")
+    if run.progress.on_progress is None:
+        run.on_message(f"compiling kernels, once on this machine: {', '.join(group.name for group in groups)}")
 
     def add(index: int, seconds: float) -> None:
         usage = Usage({"kernels": seconds})

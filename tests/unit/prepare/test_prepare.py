@@ -129,7 +129,15 @@ def test_full_disk(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(PrepareError, match="no space left"):
+    messages = []
+    with monkeypatch.context() as patch:
         patch.setattr(slicing, "write_token_slice", full)
-        prepare(source, tmp_path / "d")
-    assert prepare(source, tmp_path / "d").documents_out == 300
+        for _ in range(2):
+            with pytest.raises(PrepareError, match="no space left"):
+                prepare(source, tmp_path / "d", on_message=messages.append)
+    assert prepare(source, tmp_path / "d", filters="length", on_message=messages.append).documents_out == 300
+    run, kept = f"{tmp_path}/d has an unfinished run", "what is the same is kept:"
+    assert messages == [
+        f"{run}; {kept} 18 of 18 tasks that read text",
+        f"{run} of other inputs or settings; {kept} 0 of 18 tasks that read text",
+    ]
