@@ -101,18 +101,19 @@ def _verify(args: Namespace) -> bool:
         else:
             report = _open(args).verify(on_progress=advance)
     if args.json:
-        result = report.to_json()
-        print(json.dumps({key: result[key] for key in ("ok", "bad", "level", "checks")}))
+        show(args, report.to_json())
     elif report.level == "hash":
         print(f"ok: every file of {args.dataset} matches its hash")
     elif report.level == "structure":
         print(f"ok in structure: {args.dataset} has a format without hashes, so changed bytes may not be detected")
         print(f"checked: {'; '.join(report.checks)}")
     else:
+        states = {"missing": report.missing, "cut": report.cut, "changed": report.changed, "not listed": report.bad}
         for name in report.bad:
-            print(f"bad: {name}")
-        advice = f"`forebay mirror GOOD_COPY {args.dataset}` fetches these again; do not train on this dataset before."
-        print(report.reason or advice, file=sys.stderr)
+            print(f"{next(state for state, names in states.items() if name in names)}: {name}")
+        more = "; remove what is not listed" * (not {*report.bad}.isdisjoint(report.extra))
+        advice = f"`forebay mirror GOOD_COPY {args.dataset}` fetches these again{more}"
+        print(report.reason or f"{advice}; do not train on this dataset before.", file=sys.stderr)
     return not report.ok
 
 

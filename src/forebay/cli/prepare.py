@@ -13,10 +13,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, percentage, positive, print_note, size
+from forebay.cli.arguments import add_settings, file, percentage, positive, print_note, show, size
 from forebay.errors import PrintableUrl, UsageError
 from forebay.toml import parse_settings
-from forebay.units import numbered
+from forebay.units import format_bytes, numbered
 
 if TYPE_CHECKING:
     from forebay.prepare.recipe import Recipe
@@ -31,6 +31,7 @@ def _prepare(args: Namespace) -> None:
         return _explain(args.explain)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _set_up_processes()
+    from forebay.dataset.reader import open_dataset
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.run import plan
@@ -38,8 +39,14 @@ def _prepare(args: Namespace) -> None:
     recipe = _recipe(args)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
-        print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
-        return
+        if not args.json:
+            kinds = [name for name, is_on in planned.pop("recipe")["dedup"].items() if is_on is True]
+            planned |= {"bytes": format_bytes(planned["bytes"]), "stages": [stage.name for stage in recipe.stages]}
+            planned |= {"dedup": kinds, "tokenizer": recipe.tokenize.tokenizer or None}
+            for name, counts in planned["inputs"].items():
+                shown = f"{numbered(counts['files'], 'file')} of {format_bytes(counts['bytes'])}"
+                planned["inputs"][name] = shown
+        return show(args, planned)
     if args.out is None and recipe.sample < 1 and args.to in (None, "report") and not args.annotate:
         args.out, args.to = "sample-report", "report"
     if args.out is None:
@@ -75,15 +82,20 @@ def _prepare(args: Namespace) -> None:
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
+    sampled = f"a sample of {100 * recipe.sample:.3g} % of the input: " if recipe.sample < 1 else ""
     what = f"{result['tokens']:,} tokens in {numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
     if to == "dataset" and recipe.rows is not None and not recipe.rows.packed:
         padding = 1 - result["tokens"] / (result["documents_out"] * recipe.rows.max_tokens)
         what += f" of rows of {recipe.rows.max_tokens:,}, {padding:.0%} padding (see rows.max_tokens, rows.packed)"
+    if args.extend:
+        parent = open_dataset(args.extend).manifest
+        what += f" behind the {numbered(parent.slices, 'slice')} ({format_bytes(parent.bytes)}) of {args.extend}"
     failed = result["failed"]
     missing = f"\n{numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
     missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
     print(
-        f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
+        f"{sampled}{result['documents_out']:,} of {result['documents_in']:,}{' new' * bool(args.extend)} documents, "
+        f"{what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}{missing}"
     )
 

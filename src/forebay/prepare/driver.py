@@ -324,9 +324,10 @@ def _find_existing(run: PrepareRun, output: Output, sources: InputFiles, lineage
     same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
     same = same and (run.write_ids is None or run.write_ids.exists()) and is_same(run, sources, theirs, lineage)
     if not same:
+        sampled = ", a sample" * (theirs.get("recipe", {}).get("sample", 1) < 1)
         raise UsageError(
             f"prepare: expected an empty directory, got {run.store.url}, which holds {kind} {name!r} "
-            f"({id[:12]}…). A dataset never changes: choose another directory, or remove this one."
+            f"({id[:12]}…){sampled}. A dataset never changes: choose another directory, or remove this one."
         )
     skipped = read_skipped(run.store)
     failed = count_failed(skipped, sources.files, sum(file.bytes for file in sources.files))
@@ -361,13 +362,14 @@ def _refuse_failed(run: PrepareRun, sources: InputFiles, failed: Mapping[str, fl
     advice = first[0].reason.partition(". ")[2].rstrip(".")
     what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
     is_known = not any(item.path.endswith("/") for item in first)  # A folder may hold anything.
-    allowed = math.floor(100 * failed["share"] + 1) / 100 if is_known and not unread else 1
+    allowed = math.floor(100 * failed["share"] + 1) / 100 if is_known else 1
+    can_go_on = not unread and (failed["share"] < 1 or not is_known)
     share = f"{failed['share']:.1%} of its bytes" if is_known else "an unknown share"
     raise PrepareError(
         f"prepare: expected {what}, got {share} in {numbered(int(failed['inputs']), 'input')} that failed: "
         f"{examples}. {f'{advice}. ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
         "them; finished work is kept."
-        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (failed['share'] < 1 or not is_known)}"
+        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * can_go_on}"
     )
 
 
