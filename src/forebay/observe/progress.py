@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, elsewhere a line after 3 s, then every 10. It never steps back."""
+"""Progress of long work on stderr: a bar on a terminal, elsewhere lines after 3 s, then every 10. They never step back."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ from forebay.units import format_bytes, format_count, format_seconds
 Entry = Mapping[str, Any]
 WIDTH, HEIGHT = 480.0, 90.0  # Of a chart, in its own units.
 _ESTIMATES = (("documents_in", "documents"), ("documents_out", "documents kept"), ("text_bytes", "text kept"),
-              ("tokens", "tokens"), ("disk_bytes", "disk while it runs"))  # fmt: skip
+              ("tokens", ""), ("disk_bytes", "disk while it runs"))  # fmt: skip
 
 
 def cut(text: str, width: int) -> str:
@@ -43,6 +43,11 @@ def share(part: float, total: float) -> str:
 def number(value: float) -> str:
     """A threshold or a measured value."""
     return f"{value:.4g}" if abs(value) < 1000 or not math.isfinite(value) else short(value)
+
+
+def tokens_name(report: Entry) -> str:
+    """Return the name of what the run counted as tokens."""
+    return f"tokens{' (bytes)' * (report['recipe']['tokenize']['tokenizer'] == 'bytes')}"
 
 
 def rule_name(rule: Entry) -> str:
@@ -78,7 +83,7 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
         figures = report["estimate"].get(name)
         if figures:
             shown = [format_bytes(value) if name.endswith("_bytes") else short(value) for value in figures]
-            yield f"  {label}", shown[0] + (f"  ({shown[1]} to {shown[2]})" if len(shown) == 3 else "")
+            yield f"  {label or tokens_name(report)}", shown[0] + (f"  ({shown[1]} to {shown[2]})" if len(shown) == 3 else "")
     if any(stage["stage"] == "dedup" for stage in report["funnel"]):
         yield "", "more copies are found in the whole input than in a sample: fewer documents stay"
     cost = report["cost"]

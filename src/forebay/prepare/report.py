@@ -33,6 +33,7 @@ from forebay.prepare.charts import (
     sample_lines,
     share,
     short,
+    tokens_name,
 )
 from forebay.prepare.progress import read_progress
 from forebay.storage.addresses import is_url
@@ -293,7 +294,7 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
             format_bytes(t["bytes_out"]),
             f"{share(t['bytes_out'], t['bytes_in'])} of the {format_bytes(t['bytes_in'])} read, unpacked",
         ),
-        ("tokens", short(t["tokens"]), f"in {numbered(t['slices'], 'slice')}" if t["slices"] else ""),
+        (tokens_name(report), short(t["tokens"]), f"in {numbered(t['slices'], 'slice')}" if t["slices"] else ""),
         ("malformed", count(t["malformed"]), f"{share(t['malformed'], total)} of what was read"),
     ]
 
