@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, elsewhere lines after 3 s, then every 10. They never step back."""
+"""Progress of long work on stderr: a bar on a terminal, else lines after 3 s, then every 10. They never step back."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -83,7 +83,10 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
         figures = report["estimate"].get(name)
         if figures:
             shown = [format_bytes(value) if name.endswith("_bytes") else short(value) for value in figures]
-            yield f"  {label or tokens_name(report)}", shown[0] + (f"  ({shown[1]} to {shown[2]})" if len(shown) == 3 else "")
+            yield (
+                f"  {label or tokens_name(report)}",
+                shown[0] + (f"  ({shown[1]} to {shown[2]})" if len(shown) == 3 else ""),
+            )
     if any(stage["stage"] == "dedup" for stage in report["funnel"]):
         yield "", "more copies are found in the whole input than in a sample: fewer documents stay"
     cost = report["cost"]

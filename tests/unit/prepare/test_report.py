@@ -75,7 +75,16 @@ def test_the_page_loads_nothing_and_each_rule_leads_to_what_it_dropped():
 
 def test_it_shows_the_figures():
     text = page_text(render(example()))
-    shown = ("1,284,113", "tokens (bytes)\n\n\n391 M", "minhash_dedup", "61,223", "48,121", "14 more inputs", "zh", '"ngram": 5')
+    shown = (
+        "1,284,113",
+        "tokens (bytes)\n\n\n391 M",
+        "minhash_dedup",
+        "61,223",
+        "48,121",
+        "14 more inputs",
+        "zh",
+        '"ngram": 5',
+    )
     assert all(figure in text for figure in shown) and "403 more are not shown" in text
     lines = render_text(example()).splitlines()
     assert all(len(line) <= 80 for line in lines)

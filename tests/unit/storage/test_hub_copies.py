@@ -161,7 +161,9 @@ def test_a_tokenizer_by_its_name_or_alias(hub):
 
 
 def test_tokenizers_that_are_not_there(hub, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file.* Did you mean 'gpt2'\?"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file.* Did you mean 'gpt2'\?"
+    ):
         load_tokenizer("gtp2")
     model = write_repo(hub.directory / "models/a/slow")
     (model / "vocab.txt").write_text("a\nb\n")
