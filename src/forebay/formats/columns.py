@@ -131,7 +131,7 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
             got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
             got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
             raise UnreadableInputError(
-                f"{file.path}: expected a text column {key!r}, got columns {got}. {key_advice(options, schema.names)}."
+                f"{file.path}: expected a text column {key!r}, got columns {got}. {key_advice(options, schema.names)}"
             )
     return list(types)
 

@@ -359,7 +359,7 @@ def _refuse_failed(run: PrepareRun, sources: InputFiles, failed: Mapping[str, fl
         f"{files[0].reason.partition('. ')[0].rstrip('.')}"
         for files in causes[:3]
     )
-    advice = first[0].reason.partition(". ")[2].rstrip(".")
+    advice = first[0].reason.partition(". ")[2]
     what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
     is_known = not any(item.path.endswith("/") for item in first)  # A folder may hold anything.
     allowed = math.floor(100 * failed["share"] + 1) / 100 if is_known else 1
@@ -367,7 +367,7 @@ def _refuse_failed(run: PrepareRun, sources: InputFiles, failed: Mapping[str, fl
     share = f"{failed['share']:.1%} of its bytes" if is_known else "an unknown share"
     raise PrepareError(
         f"prepare: expected {what}, got {share} in {numbered(int(failed['inputs']), 'input')} that failed: "
-        f"{examples}. {f'{advice}. ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
+        f"{examples}. {f'{advice} ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
         "them; finished work is kept."
         f"{f' To go on without them: --set max_error_rate={allowed:g}.' * can_go_on}"
     )

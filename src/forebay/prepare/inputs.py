@@ -49,7 +49,7 @@ from forebay.formats.inputs import (
     local_file,
     open_stored,
 )
-from forebay.formats.records import SHOWN_CHARS, Record, keys_of, to_record
+from forebay.formats.records import SHOWN_CHARS, Record, has_pairs, keys_of, to_record
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.addresses import is_hidden, is_url, path_or_url
@@ -355,7 +355,7 @@ def _with_missing(file: InputFile, options: ReadOptions, rows: Sequence[Any]) ->
     if 2 * len(missing) < len(rows) or not missing:
         return file
     is_plain = not (file.compression or file.encoding or "://" in file.path)
-    is_elsewhere = is_plain and _is_elsewhere(InputSplit((file,)), keys_of(options)[0])
+    is_elsewhere = is_plain and _is_elsewhere(InputSplit((file,)), options)
     if len(missing) == len(rows) and not is_elsewhere:
         return replace(file, missing=missing[0], is_textless=True)
     count = f"in {len(missing)} of the first {len(rows)} records"
@@ -475,19 +475,20 @@ def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions)
             empty = 0
             documents += 1
             budget.spend(len(record.text) + len(record.url) + len(record.id))
-    if missing and not has_key and not _is_elsewhere(split, keys_of(options)[0]):
+    if missing and not has_key and not _is_elsewhere(split, options):
         yield replace(record, problem=missing, failed=True)
 
 
-def _is_elsewhere(split: InputSplit, keys: Sequence[str]) -> bool:
-    """Whether a key is in another part of the file, by its bytes at evenly spaced places."""
-    (file,) = split.files
+def _is_elsewhere(split: InputSplit, options: ReadOptions) -> bool:
+    """Whether a key, or both of a pair, is in another part of the file, by its bytes at evenly spaced places."""
+    (file,), keys, found = split.files, keys_of(options)[0], set[str]()
     if split.bytes >= file.bytes:
         return False
     with open_stored(replace(file, extent=None), is_random=True) as stored:
         for index in range(_LOOKS):
             stored.seek(index * file.bytes // _LOOKS)
             data = stored.read(_LOOK_BYTES)
-            if any(json.dumps(key.rpartition(".")[2]).encode() in data for key in keys):
+            found.update(key for key in keys if json.dumps(key.rpartition(".")[2]).encode() in data)
+            if len(found) > has_pairs(options):
                 return True
     return False

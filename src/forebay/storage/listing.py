@@ -156,7 +156,8 @@ def first_paths(files: Sequence[Skipped]) -> str:
 def describe_skipped(skipped: Iterable[Skipped]) -> list[str]:
     """Return a line for each cause, with the first reason and the first names."""
     return [
-        f"left out {len(files):,}{' that failed' * (files[0].status == 'failed')}: {files[0].reason} "
+        f"left out {len(files):,}{' that failed' * (files[0].status == 'failed')}"
+        f"{', the first because' * (len({file.reason for file in files}) > 1)}: {files[0].reason} "
         f"({first_paths(files)})"
         for files in by_cause(skipped)
     ]
