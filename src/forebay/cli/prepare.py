@@ -91,7 +91,8 @@ def _prepare(args: Namespace) -> None:
         parent = open_dataset(args.extend).manifest
         what += f" behind the {numbered(parent.slices, 'slice')} ({format_bytes(parent.bytes)}) of {args.extend}"
     failed = result["failed"]
-    missing = f"\n{numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
+    share = f"{failed['share']:.1%}" if failed["share"] else "an unknown share"
+    missing = f"\n{numbered(failed['inputs'], 'input')} failed, {share} of the bytes is missing: "
     missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
     print(
         f"{sampled}{result['documents_out']:,} of {result['documents_in']:,}{' new' * bool(args.extend)} documents, "

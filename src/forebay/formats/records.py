@@ -47,6 +47,8 @@ class Record:
 
     `unread`: how many bytes of its file are not read because of the problem; -1: the rest, of unknown size.
 
+    `is_cut`: the problem is that its file ends in this record; all bytes that are there are read.
+
     `values`: what `ReadOptions.columns` asks for, in that order.
 
     `fields`: the texts of `ReadOptions.text_keys`, which `text` joins.
@@ -67,6 +69,7 @@ class Record:
     fields: tuple[str, ...] = ()
     missing: str = field(default="", compare=False)
     unread: int = 0
+    is_cut: bool = False
 
 
 def strip_turn_marks(text: str) -> str:

@@ -116,7 +116,8 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
     url = raw.headers.get("warc-target-uri", "").strip("<> ")
     if raw.problem:
         start = raw.block[:512].decode("utf-8", "replace")
-        yield Record(index, identity, start, url, problem=raw.problem, location=raw.location)
+        is_cut = raw.problem.endswith("it ends early") or raw.problem.startswith(_CUT)
+        yield Record(index, identity, start, url, problem=raw.problem, location=raw.location, is_cut=is_cut)
         return ""
     mime, charset, body, problem, cut = raw.headers.get("content-type", ""), "", raw.block, "", ""
     if raw.kind in ("response", "resource"):
@@ -176,6 +177,7 @@ def _begins(data: bytes | bytearray, start: int = 0) -> bool:
     return line is not None and _ArcHead.of(line[0]) is not None
 
 
+_CUT = "a record that ends after"
 _UNPACKED = 256 << 10
 _MAGIC = b"\x1f\x8b\x08"
 _TRIM = 1 << 20
@@ -334,7 +336,7 @@ class _Archive:
             location,
             headers,
             block,
-            self._skip_damage() if self._damage is not None else f"a record that ends after {buffered} of {size} bytes",
+            self._skip_damage() if self._damage is not None else f"{_CUT} {buffered} of {size} bytes",
         )
 
     def _ends_well(self, size: int) -> bool:

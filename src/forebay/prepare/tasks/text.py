@@ -307,7 +307,7 @@ class _Reader(Rejects):
             unread = self._trace.unread_bytes(self._split) if self.num_texts else self._task.split.bytes
         else:
             unread = record.unread
-        if unread or record.failed:
+        if unread or record.failed or record.is_cut:
             reason, before, records = self.failed.get(str(index), (record.problem, 0, 0))
             self.failed[str(index)] = reason, before + unread, records + (not record.missing)
 
