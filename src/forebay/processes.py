@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_AFTER = {
+    **dict.fromkeys(("prepare", "mirror"), ": the same command continues"),
+    "convert": ": the output is not complete; run the same command again",
+}
 
 
 def run_command(command: Callable[[], int]) -> NoReturn:
@@ -21,12 +25,11 @@ def run_command(command: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        more = ": the same command continues" if "prepare" in sys.argv[1:] else ""
-        print(f"forebay: interrupted{more}", file=sys.stderr)
-        code = 130
-    # An interrupt during `exec` of a string (which creates dataclasses) makes Python exit by the signal although it
-    # was caught, unless another string is executed after it.
-    exec("")
+        more = next((text for verb, text in _AFTER.items() if verb in sys.argv[1:]), "")
+        print(f"forebay: interrupted{more}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(130)  # Threads of libraries are not waited for, which no further interrupt would end.
     gc.freeze()  # Else the exit looks for cycles in all that was imported: 0.2 s.
     sys.exit(code)
 

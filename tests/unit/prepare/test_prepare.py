@@ -1,6 +1,7 @@
 """Prepare's laws: every document once and whole, the same again, and a clear message for bad input."""
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -123,6 +124,18 @@ def test_wrong_use(source, tmp_path):
     for name, changes, error, message in cases:
         with pytest.raises(error, match=message):
             prepare(tmp_path / name, tmp_path / "d", **changes)
+
+
+def test_an_interrupt_ends_the_training_of_a_tokenizer(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("forebay.prepare.run_tokenizer.sample_texts", lambda *_: itertools.repeat("a text"))
+    monkeypatch.setattr("forebay.prepare.progress.WRITE_S", 0.0)
+
+    def interrupt(progress):
+        if progress.stage == "tokenizer" and progress.done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "d", tokenizer="train:300", on_progress=interrupt)
 
 
 def test_full_disk(source, tmp_path, monkeypatch):
