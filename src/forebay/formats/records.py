@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import TypeAlias, TypeVar
 from uuid import UUID
 
-from forebay.errors import did_you_mean
+from forebay.errors import did_you_mean, listed
 from forebay.formats.inputs import ALL_FIELDS, TEXT_KEYS, ReadOptions
 
 T = TypeVar("T")
@@ -210,8 +210,7 @@ def _missing(row: Row, options: ReadOptions) -> str:
     lacking = [key for key in keys if key not in row and key.partition(".")[0] not in row]
     if ALL_FIELDS in keys or not lacking or (len(lacking) < len(keys) and not has_pairs(options)):
         return ""
-    names = [str(name)[:40] for name in row]
-    got = f" among {', '.join(names[:8])}" + " …" * (len(names) > 8) if names else ""
+    got = f" among {listed(row)}" if row else ""
     expected = ", ".join(map(repr, TEXT_KEYS if keys == [TEXT_KEYS[0]] else lacking))
     advice = key_advice(options, row, _longest_text(row)[1])
     return f"expected text under {expected}, got nothing{got}, in every record. {advice}"

@@ -27,7 +27,7 @@ from forebay.dataset.lengths import encode_lengths
 from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, listed
 from forebay.files import atomic_write
 from forebay.formats import tables
 from forebay.formats.base import Format
@@ -329,7 +329,7 @@ def _columns(schema: pa.Schema, options: ConvertOptions, dtypes: Mapping[str, st
     if unknown or not columns:
         raise UsageError(
             f"rows: expected columns of numbers{' called ' + ', '.join(unknown) if unknown else ''}, got "
-            f"{', '.join(f'{field.name}: {field.type}' for field in schema)[:300]}. SafeTensors holds numbers alone: "
+            f"{listed(schema)}. SafeTensors holds numbers alone: "
             "write --to parquet or jsonl to keep the rest; text becomes tokens with `forebay prepare`."
         )
     return columns, left_out

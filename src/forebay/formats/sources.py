@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from forebay.arrays import U64, Array
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.errors import DatasetError, ForebayError, PrepareError, PrintableUrl, UsageError
+from forebay.errors import DatasetError, ForebayError, PrepareError, PrintableUrl, UsageError, listed
 from forebay.files import nothing_there
 from forebay.formats import dataset_format, open_external, open_token_files
 from forebay.formats.arrow import check_split
@@ -404,6 +404,6 @@ def verify_table(out: Path, written: Written, options: ConvertOptions = _NO_OPTI
     if digest.num_rows != written.num_rows or differing:
         raise DatasetError(
             f"{out.name}: expected {written.num_rows} rows as they were written, got {digest.num_rows}, with other "
-            f"values in {', '.join(differing)[:300] or 'no column'}, when reading them again. Nothing was written. "
+            f"values in {listed(differing) or 'no column'}, when reading them again. Nothing was written. "
             "Write --to another format, or check the disk."
         )

@@ -135,7 +135,7 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
         html = is_html(mime, body)
         kind = media_type(mime)
         if not html and kind != "text/plain":
-            return kind[:40] or "a response without a type"
+            return kind[:100] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
             return "a file for programs, such as robots.txt"
         if not problem and not charset.lower().startswith(("utf-16", "utf-32")) and (other := binary_kind(body[:4096])):

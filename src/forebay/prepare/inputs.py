@@ -28,6 +28,7 @@ from forebay.errors import (
     PrintableUrl,
     UnreadableInputError,
     UsageError,
+    listed,
     printable,
     unknown_name,
 )
@@ -313,7 +314,7 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
 
     Raises UnreadableInputError if a file of columns has no such field.
     """
-    reader, names, columns, rows = text_format(file.format), list[str](), list[str](), list[Any]()
+    reader, names, columns, rows = text_format(file.format), list[str](), list[Any](), list[Any]()
     is_named = bool(options.text_keys) or keys_of(options)[0] != [TEXT_KEYS[0]]
     try:
         if isinstance(reader, ColumnFormat):
@@ -323,7 +324,7 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
                 if is_named:
                     select_columns(schema, options, file)
                 names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
-                columns = [f"{field.name}: {field.type}" for field in schema]
+                columns = list(schema)
         elif file.format in ("jsonl", "json", "csv"):
             head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
             text = head.decode(file.encoding or "utf-8-sig", "replace")
@@ -339,9 +340,9 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
     columns = columns or names
     field = next((key for key in TEXT_KEYS if key in names), "")
     if columns and not field and file.format not in ("jsonl", "json"):  # whose later rows may have one
-        got = printable(", ".join(columns))[:300]
         raise UnreadableInputError(
-            f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got {got}. "
+            f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got "
+            f"{listed(columns)}. "
             'Name it beside those of other files (--set \'read.text_key=["text", "NAME"]\'), or by its number in a '
             "CSV without a header (--set read.text_key=0)."
         )

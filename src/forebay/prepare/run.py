@@ -305,6 +305,7 @@ def disk_errors(store: Store) -> Iterator[None]:
                 f"{store.url}: no space left on the device. Finished work is kept. Make room for the kept text and "
                 "three times its tokens (if the output is in a bucket: in TMPDIR), then run the same command again."
             ) from error
+        advice = " Raise the limit (ulimit -f); finished work is kept." * (error.errno == errno.EFBIG)
         raise PrepareError(
-            f"{error.filename or store.url}: cannot write the dataset: {error.strerror or error}."
+            f"{error.filename or store.url}: cannot write the dataset: {error.strerror or error}.{advice}"
         ) from error

@@ -140,13 +140,13 @@ def test_an_interrupt_ends_the_training_of_a_tokenizer(source, tmp_path, monkeyp
 
 def test_full_disk(source, tmp_path, monkeypatch):
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise OSError(number, "No space left on device")
 
     messages = []
     with monkeypatch.context() as patch:
         patch.setattr(slicing, "write_token_slice", full)
-        for _ in range(2):
-            with pytest.raises(PrepareError, match="no space left"):
+        for number, words in ((28, "no space left"), (27, r"Raise the limit \(ulimit -f\)")):
+            with pytest.raises(PrepareError, match=words):
                 prepare(source, tmp_path / "d", on_message=messages.append)
     assert prepare(source, tmp_path / "d", filters="length", on_message=messages.append).documents_out == 300
     run, kept = f"{tmp_path}/d has an unfinished run", "what is the same is kept:"
