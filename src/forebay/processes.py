@@ -11,10 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-_AFTER = {
-    **dict.fromkeys(("prepare", "mirror"), ": the same command continues"),
-    "convert": ": the output is not complete; run the same command again",
-}
 
 
 def run_command(command: Callable[[], int]) -> NoReturn:
@@ -25,8 +21,11 @@ def run_command(command: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        more = next((text for verb, text in _AFTER.items() if verb in sys.argv[1:]), "")
-        print(f"forebay: interrupted{more}", file=sys.stderr, flush=True)
+        print(
+            f"forebay: interrupted{': the same command continues' * ('prepare' in sys.argv or 'mirror' in sys.argv)}"
+            f"{': the output is not complete; run the same command again' * ('convert' in sys.argv)}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(130)  # Threads of libraries are not waited for, which no further interrupt would end.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_settings, file, percentage, positive, print_note, show, size
-from forebay.errors import PrintableUrl, UsageError
+from forebay.errors import PrintableUrl, UsageError, listed
 from forebay.toml import parse_settings
 from forebay.units import format_bytes, numbered
 
@@ -39,14 +39,15 @@ def _prepare(args: Namespace) -> None:
     recipe = _recipe(args)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
-        if not args.json:
-            kinds = [name for name, is_on in planned.pop("recipe")["dedup"].items() if is_on is True]
-            planned |= {"bytes": format_bytes(planned["bytes"]), "stages": [stage.name for stage in recipe.stages]}
-            planned |= {"dedup": kinds, "tokenizer": recipe.tokenize.tokenizer or None}
-            for name, counts in planned["inputs"].items():
-                shown = f"{numbered(counts['files'], 'file')} of {format_bytes(counts['bytes'])}"
-                planned["inputs"][name] = shown
-        return show(args, planned)
+        files = planned["inputs"].items()
+        shown = planned | {
+            "inputs": [f"{numbered(n['files'], 'file')} of {name} ({format_bytes(n['bytes'])})" for name, n in files],
+            "bytes": format_bytes(planned["bytes"]),
+            "recipe": f"stages: {listed(stage.name for stage in recipe.stages) or 'none'}; deduplication: "
+            f"{listed(kind for kind, on in planned['recipe']['dedup'].items() if on is True) or 'none'}; tokenizer: "
+            f"{recipe.tokenize.tokenizer or 'none'}",
+        }
+        return show(args, planned if args.json else shown)
     if args.out is None and recipe.sample < 1 and args.to in (None, "report") and not args.annotate:
         args.out, args.to = "sample-report", "report"
     if args.out is None:
@@ -60,8 +61,19 @@ def _prepare(args: Namespace) -> None:
             f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
             file=sys.stderr,
         )
-    names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
-    options = {name: getattr(args, name) for name in (*names, "extend")}
+    names = (
+        "workers",
+        "engine",
+        "task",
+        "document_ids",
+        "to",
+        "annotate",
+        "follow_links",
+        "strict",
+        "write_ids",
+        "extend",
+    )
+    options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         output = prepare_dataset(
             inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=bar.above(print_note), **options
@@ -79,10 +91,8 @@ def _prepare(args: Namespace) -> None:
         print(f"{render_text(load_report(args.out), load_times(args.out))}\nFull report: {page_of(args.out)}")
         return
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
-    dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
+    dropped = listed(f"{n:,} {reason}" for reason, n in reasons) or "none"
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
-    sampled = f"a sample of {100 * recipe.sample:.3g} % of the input: " if recipe.sample < 1 else ""
     what = f"{result['tokens']:,} tokens in {numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
     if to == "dataset" and recipe.rows is not None and not recipe.rows.packed:
         padding = 1 - result["tokens"] / (result["documents_out"] * recipe.rows.max_tokens)
@@ -91,13 +101,16 @@ def _prepare(args: Namespace) -> None:
         parent = open_dataset(args.extend).manifest
         what += f" behind the {numbered(parent.slices, 'slice')} ({format_bytes(parent.bytes)}) of {args.extend}"
     failed = result["failed"]
-    share = f"{failed['share']:.1%}" if failed["share"] else "an unknown share"
-    missing = f"\n{numbered(failed['inputs'], 'input')} failed, {share} of the bytes is missing: "
-    missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
+    lost = failed["share"]
+    missing = (
+        f"\n{numbered(failed['inputs'], 'input')} failed, {f'{lost:.1%}' if lost else 'an unknown share'} of the bytes "
+        f"is missing: {args.out}/skipped.jsonl"
+    )
     print(
-        f"{sampled}{result['documents_out']:,} of {result['documents_in']:,}{' new' * bool(args.extend)} documents, "
+        f"{f'a sample of {100 * recipe.sample:.3g} % of the input: ' * (recipe.sample < 1)}"
+        f"{result['documents_out']:,} of {result['documents_in']:,}{' new' * bool(args.extend)} documents, "
         f"{what} (dropped: {dropped})\n"
-        f"{args.out}  id {result['id']}{missing}"
+        f"{args.out}  id {result['id']}{missing * bool(failed['inputs'])}"
     )
 
 

@@ -175,16 +175,18 @@ _PAIRS = (
 
 def key_advice(options: ReadOptions, names: Collection[str], longest: str = "NAME") -> str:
     """Return the setting that names the text of records with these fields, of which `longest` has most text."""
-    settings = ["messages_key"] if options.messages_key else ["prompt_key", "response_key"]
-    for setting in settings if options.messages_key or has_pairs(options) else ["text_key"]:
+    for setting in ("messages_key", "prompt_key", "response_key", "text_key"):
         key = getattr(options, setting)
-        if key not in names and key != TEXT_KEYS[0] and (hint := did_you_mean(key, names, f"--set read.{setting}=")):
+        is_lacking = key in keys_of(options)[0] and key not in (TEXT_KEYS[0], *names)
+        if is_lacking and (hint := did_you_mean(key, names, f"--set read.{setting}=")):
             return hint.strip()
     pairs = [pair for pair in _PAIRS if set(pair) <= set(names)]
     if has_pairs(options) or (options.messages_key and pairs):
         prompt, response = pairs[0] if pairs else ("NAME", "NAME")
-        no_chats = '--set read.messages_key="" ' * bool(options.messages_key)
-        return f"Pairs are read with {no_chats}--set read.prompt_key={prompt} --set read.response_key={response}."
+        return (
+            f"Pairs are read with {'--set read.messages_key= ' * bool(options.messages_key)}"
+            f"--set read.prompt_key={prompt} --set read.response_key={response}."
+        )
     if options.messages_key:
         return "Name the list of messages with --set read.messages_key=NAME."
     if chats := [name for name in ("messages", "conversations") if name in names]:
@@ -210,10 +212,10 @@ def _missing(row: Row, options: ReadOptions) -> str:
     lacking = [key for key in keys if key not in row and key.partition(".")[0] not in row]
     if ALL_FIELDS in keys or not lacking or (len(lacking) < len(keys) and not has_pairs(options)):
         return ""
-    got = f" among {listed(row)}" if row else ""
-    expected = ", ".join(map(repr, TEXT_KEYS if keys == [TEXT_KEYS[0]] else lacking))
-    advice = key_advice(options, row, _longest_text(row)[1])
-    return f"expected text under {expected}, got nothing{got}, in every record. {advice}"
+    return (
+        f"expected text under {', '.join(map(repr, TEXT_KEYS if keys == [TEXT_KEYS[0]] else lacking))}, got nothing"
+        f"{f' among {listed(row)}' * bool(row)}, in every record. {key_advice(options, row, _longest_text(row)[1])}"
+    )
 
 
 def source_of(row: Row, options: ReadOptions) -> tuple[str, str]:

@@ -170,7 +170,7 @@ def check_rows(report: Report, open_table: Callable[[], TableSource]) -> None:
         table = open_table()
         report.metadata["columns"] = listed(table.schema)
         if texts := [field.name for field in table.schema if "string" in str(field.type)]:
-            more = "" if any(name in TEXT_KEYS for name in texts) else f" --set read.text_key={texts[0]}"
+            more = f" --set read.text_key={texts[0]}" * set(TEXT_KEYS).isdisjoint(texts)
             report.metadata["text"] = f"`forebay prepare{more}` tokenizes it"
         for batch in table.batches():
             _add_row_tokens(report, batch, num_rows)

@@ -182,9 +182,9 @@ class ForebayDataset(Format):
             raise DatasetError(f"{source.format}: expected rows, got none.")
         notes = []
         if left_out:
-            shown = ", ".join(left_out)
             notes.append(
-                f"left out columns without numbers ({len(left_out)}): {shown}; --to parquet or jsonl keeps them"
+                f"left out columns without numbers ({len(left_out)}): {listed(left_out)}; --to parquet or jsonl keeps "
+                "them"
             )
         if rejected:
             atomic_write(out / REJECTS_FILE, b"".join(orjson.dumps(row) + b"\n" for row in rejected))
@@ -349,9 +349,9 @@ def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, U8
     counts, leaves = tables.flatten(values)
     gaps = np.flatnonzero(counts < 0)
     if len(gaps) or leaves.null_count:
-        row = f"row {first_row + int(gaps[0])}" if len(gaps) else f"row {first_row} or after"
         raise DatasetError(
-            f"column {column.name!r}: expected a value in every row, got none ({row}). SafeTensors holds no missing "
+            f"column {column.name!r}: expected a value in every row, got none (row "
+            f"{first_row + int(gaps[0]) if len(gaps) else f'{first_row} or after'}). SafeTensors holds no missing "
             "values: fill or drop the column, or write --to parquet or jsonl."
         )
     flat = leaves.to_numpy(zero_copy_only=False)

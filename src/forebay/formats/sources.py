@@ -108,10 +108,10 @@ def _open_source(
         raise problem
     shown = max(path.paths, key=lambda file: file.num_bytes) if isinstance(path, _RemoteFolder) else Path(path)
     detection = detect(shown) if shown.is_file() else None
-    got = (detection.format or detection.reason) if detection is not None else "nothing of these"
     raise DatasetError(
-        f"{path}: expected a dataset, token files or a table, got {got}. Tokens without header need --set "
-        "input_dtype=uint16 or uint32; text becomes tokens with `forebay prepare`."
+        f"{path}: expected a dataset, token files or a table, got "
+        f"{(detection.format or detection.reason) if detection else 'nothing of these'}. Tokens without header need "
+        "--set input_dtype=uint16 or uint32; text becomes tokens with `forebay prepare`."
     )
 
 
@@ -344,8 +344,11 @@ def open_table(path: str | Path | _RemoteFolder, options: ConvertOptions = _NO_O
                 raise UsageError(f"{target}: expected one dataset, got some in directories. Name one: {inside}.")
     groups, skipped = _by_format(path.paths if isinstance(path, _RemoteFolder) else table_files(target))
     if len(groups) > 1:
-        got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())
-        raise UsageError(f"{target}: expected files of one format, got {got}. Name those of one: 'DIR/*.parquet'.")
+        raise UsageError(
+            f"{target}: expected files of one format, got "
+            f"{listed(f'{name} ({files[0].name} …)' for name, files in groups.items())}. Name those of one: "
+            "'DIR/*.parquet'."
+        )
     for name, files in groups.items():
         options.on_skipped(skipped)
         if name == Images.name:

@@ -233,9 +233,9 @@ def rows_batch(rows: Rows, schema: pa.Schema, location: str) -> pa.RecordBatch:
     columns = _infer(rows, location)
     if columns != schema and _merge(schema, columns, location) != schema:
         names = {field.name: field.type for field in schema}
-        new = listed(field for field in columns if names.get(field.name) != field.type)
         raise DatasetError(
-            f"{location} and after: expected columns {listed(names)}, as in the first 64 MiB, got {new}. "
+            f"{location} and after: expected columns {listed(names)}, as in the first 64 MiB, got "
+            f"{listed(field for field in columns if names.get(field.name) != field.type)}. "
             "Put a line with such values first, or make the types alike."
         )
     with expecting(schema.names, location):

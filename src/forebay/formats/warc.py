@@ -70,8 +70,10 @@ class Warc(Format):
                     reasons[reason] += 1
                 index += 1
             if not has_document and not all(map(_ABSENT.match, reasons)):
-                others = "; ".join(f"{n:,} × {reason}" for reason, n in reasons.most_common(5))
-                problem = f"expected responses of HTML or plain text, got none: {others}"
+                problem = (
+                    "expected responses of HTML or plain text, got none: "
+                    f"{'; '.join(f'{n:,} × {reason}' for reason, n in reasons.most_common(5))}"
+                )
                 if reasons["metadata record"] and reasons.keys() <= {"metadata record", "warcinfo record"}:
                     problem += ". A WAT file has no text of its pages: name the crawl's WARC or WET file of that number"
                 yield Record(index, problem=problem, failed=True)

@@ -174,8 +174,10 @@ class PrepareRun:
         names = [name_of(task) for task in tasks]
         finished = {name: result for name, result in committing.load_all(names).items() if is_valid(result)}
         if (found := self.progress.found) and (finished or found != _UNFINISHED):
-            kept = f"{len(finished):,} of {numbered(len({*names}), 'task')} that read text"
-            self.on_message(f"{self.store.url} has {found}; what is the same is kept: {kept}")
+            self.on_message(
+                f"{self.store.url} has {found}; what is the same is kept: {len(finished):,} of "
+                f"{numbered(len(set(names)), 'task')} that read text"
+            )
         self.progress.found, self.progress.result_of = "", "earlier"
         for index, name in enumerate(names):
             if name in finished:
@@ -305,7 +307,7 @@ def disk_errors(store: Store) -> Iterator[None]:
                 f"{store.url}: no space left on the device. Finished work is kept. Make room for the kept text and "
                 "three times its tokens (if the output is in a bucket: in TMPDIR), then run the same command again."
             ) from error
-        advice = " Raise the limit (ulimit -f); finished work is kept." * (error.errno == errno.EFBIG)
         raise PrepareError(
-            f"{error.filename or store.url}: cannot write the dataset: {error.strerror or error}.{advice}"
+            f"{error.filename or store.url}: cannot write the dataset: {error.strerror or error}."
+            f"{' Raise the limit (ulimit -f); finished work is kept.' * (error.errno == errno.EFBIG)}"
         ) from error

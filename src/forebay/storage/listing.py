@@ -150,7 +150,7 @@ def by_cause(skipped: Iterable[Skipped]) -> list[list[Skipped]]:
 
 def first_paths(files: Sequence[Skipped]) -> str:
     """Return the first names, safe to print on a terminal."""
-    return ", ".join(printable(file.path) for file in files[:3]) + (", …" if len(files) > 3 else "")
+    return ", ".join(printable(file.path) for file in files[:3]) + ", …" * (len(files) > 3)
 
 
 def describe_skipped(skipped: Iterable[Skipped]) -> list[str]:

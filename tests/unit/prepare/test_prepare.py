@@ -140,17 +140,17 @@ def test_an_interrupt_ends_the_training_of_a_tokenizer(source, tmp_path, monkeyp
 
 def test_full_disk(source, tmp_path, monkeypatch):
     def full(*_):
-        raise OSError(number, "No space left on device")
+        raise OSError(numbers.pop(), "No space left on device")
 
-    messages = []
+    messages, numbers = [], [27, 28]
     with monkeypatch.context() as patch:
         patch.setattr(slicing, "write_token_slice", full)
-        for number, words in ((28, "no space left"), (27, r"Raise the limit \(ulimit -f\)")):
+        for words in ("no space left", r"Raise the limit \(ulimit -f\)"):
             with pytest.raises(PrepareError, match=words):
                 prepare(source, tmp_path / "d", on_message=messages.append)
-    assert prepare(source, tmp_path / "d", filters="length", on_message=messages.append).documents_out == 300
-    run, kept = f"{tmp_path}/d has an unfinished run", "what is the same is kept:"
-    assert messages == [
-        f"{run}; {kept} 18 of 18 tasks that read text",
-        f"{run} of other inputs or settings; {kept} 0 of 18 tasks that read text",
+    read = {"url_key": "link"}
+    assert prepare(source, tmp_path / "d", settings={"read": read}, on_message=messages.append).documents_out == 300
+    assert [message.partition(" has ")[2] for message in messages] == [
+        "an unfinished run; what is the same is kept: 18 of 18 tasks that read text",
+        "an unfinished run of other inputs or settings; what is the same is kept: 0 of 18 tasks that read text",
     ]

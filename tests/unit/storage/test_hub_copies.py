@@ -154,10 +154,9 @@ def test_a_tokenizer_by_its_name_or_alias(hub):
     assert hub.bytes_sent.keys() == {"tokenizer.json", "tokenizer_config.json"}
     hub.close()
     assert load_tokenizer("codegen-350M").data == result.data
-    for name, hint in (("gpt2", "none."), ("byte", "none. Did you mean 'bytes'?")):
-        with pytest.raises(DownloadError, match=f"Failed to download tokenizer '{name}'") as error:
+    for name, hint in (("gpt2", ""), ("byte", r" Did you mean 'bytes'\?")):
+        with pytest.raises(DownloadError, match=f"Failed to download tokenizer '{name}'.* which need none.{hint}$"):
             load_tokenizer(name)
-        assert str(error.value).endswith(f"which need {hint}")
 
 
 def test_tokenizers_that_are_not_there(hub, monkeypatch):

@@ -21,7 +21,15 @@ from tokenizers import Tokenizer as HubTokenizer
 from forebay.arrays import Array, DType
 from forebay.base import Json
 from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.errors import DownloadError, PrepareError, UnknownDatasetError, UsageError, did_you_mean, error_text
+from forebay.errors import (
+    DownloadError,
+    PrepareError,
+    UnknownDatasetError,
+    UsageError,
+    did_you_mean,
+    error_text,
+    listed,
+)
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
@@ -247,10 +255,10 @@ def _describe(
         if name is None:
             if choice == AUTO:
                 return None
-            special = ", ".join(special_names(data)[:12]) or "no special token at all"
             raise UsageError(
                 f"tokenizer {description!r}: expected {key} to be one of {', '.join(filter(None, names))}; the "
-                f"vocabulary has {special}. Name one of its tokens, or set {key} = false."
+                f"vocabulary has {listed(special_names(data)) or 'no special token at all'}. Name one of its "
+                f"tokens, or set {key} = false."
             )
         return int(vocab[name])
 
