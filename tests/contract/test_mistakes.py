@@ -86,7 +86,8 @@ def make_world(folder: Path):
     text = "The mill race is full of water, and the wheel turns. "
 
     (folder / "corpus").mkdir()
-    (folder / "half" / ".work").mkdir(parents=True)
+    for path in ("half/.work", "lone/slices"):
+        (folder / path).mkdir(parents=True)
     for i in range(3):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i} {text * 40}")
     write_jsonl(folder / "rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])
@@ -100,9 +101,8 @@ def make_world(folder: Path):
     (folder / "own.toml").write_text('[short]\nuse = "myfilters:short"\n')
     (folder / "english.toml").write_text('[language]\nkeep = ["english"]\n')
     create_network(folder / "net", "net")
-    for name, tokenizer in (("ds", "bytes"), ("ds3", "train:300"), ("worn", "bytes"), ("lone", "bytes")):
+    for name, tokenizer in (("ds", "bytes"), ("ds3", "train:300"), ("worn", "bytes")):
         prepare_dataset(folder / "corpus", folder / name, tokenizer=tokenizer, workers=1)
-    (folder / "lone/manifest.json").unlink()
     (folder / "worn/tokenizer.json").unlink()
     os.truncate(folder / "worn/slices/000000.safetensors", 90)
     (folder / "worn/slices/1.safetensors").touch()

@@ -406,7 +406,7 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
             run.work.remove_all()
         return existing
     run.work.directory("")  # This user's alone: what lies there is believed.
-    run.progress.found = reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
+    run.progress.unfinished = reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
     try:
         return _run_tasks(run, job, lineage, key)
     except (OSError, ForebayError):

@@ -478,14 +478,14 @@ def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions)
 
 def _is_elsewhere(split: InputSplit, options: ReadOptions) -> bool:
     """Whether a key, or both of a pair, is in another part of the file, by its bytes at evenly spaced places."""
-    (file,), keys, found = split.files, keys_of(options)[0], set[str]()
+    (file,), keys, present = split.files, keys_of(options)[0], set[str]()
     if split.bytes >= file.bytes:
         return False
     with open_stored(replace(file, extent=None), is_random=True) as stored:
         for index in range(_LOOKS):
             stored.seek(index * file.bytes // _LOOKS)
             data = stored.read(_LOOK_BYTES)
-            found.update(key for key in keys if json.dumps(key.rpartition(".")[2]).encode() in data)
-            if len(found) > has_pairs(options):
+            present.update(key for key in keys if json.dumps(key.rpartition(".")[2]).encode() in data)
+            if len(present) > has_pairs(options):
                 return True
     return False

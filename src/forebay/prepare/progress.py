@@ -188,7 +188,7 @@ class ProgressRecord:
     result_of: str = "task"  # What the next result is of: "task" of this process, "earlier", "other" processes.
     task_s: float = 0.0  # How long the task took whose result comes next.
     step: str = ""  # Of the tasks that run.
-    found: str = ""  # An unfinished run that is there, which is not told yet.
+    unfinished: str = ""  # An unfinished run that is there, which is not told yet.
 
     def __post_init__(self) -> None:
         self._stages: dict[str, StageProgress] = {}

@@ -173,12 +173,12 @@ class PrepareRun:
         committing = Committing(self.work, run)
         names = [name_of(task) for task in tasks]
         finished = {name: result for name, result in committing.load_all(names).items() if is_valid(result)}
-        if (found := self.progress.found) and (finished or found != _UNFINISHED):
+        if (unfinished := self.progress.unfinished) and (finished or unfinished != _UNFINISHED):
             self.on_message(
-                f"{self.store.url} has {found}; what is the same is kept: {len(finished):,} of "
+                f"{self.store.url} has {unfinished}; what is the same is kept: {len(finished):,} of "
                 f"{numbered(len(set(names)), 'task')} that read text"
             )
-        self.progress.found, self.progress.result_of = "", "earlier"
+        self.progress.unfinished, self.progress.result_of = "", "earlier"
         for index, name in enumerate(names):
             if name in finished:
                 on_result(index, finished[name])
@@ -268,9 +268,9 @@ def reserve(store: Store, key: str, on_message: Callable[[str], None], *, exclus
         return ""
     if store.read(RUN_FILE) == data:
         return _UNFINISHED
-    found = f"{_UNFINISHED} of other inputs or settings"
+    unfinished = f"{_UNFINISHED} of other inputs or settings"
     if not exclusive:
-        on_message(f"{store.url} has {found}: waiting {3 * BUCKET_WRITE_S:.0f} s to see whether it is alive")
+        on_message(f"{store.url} has {unfinished}: waiting {3 * BUCKET_WRITE_S:.0f} s to see whether it is alive")
         first, deadline = _records(store), time.monotonic() + 3 * BUCKET_WRITE_S
         while first and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -280,7 +280,7 @@ def reserve(store: Store, key: str, on_message: Callable[[str], None], *, exclus
                     "choose another."
                 )
     store.write(RUN_FILE, data)
-    return found
+    return unfinished
 
 
 def _records(store: Store) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ from forebay.storage.listing import Skipped
 from support.preparing import InProcessWorker, prepare, read_lines, write_jsonl
 
 NO_PAGES = b"WARC/1.0\r\nWARC-Type: request\r\nContent-Length: 3\r\n\r\nGET\r\n\r\n"
-PAGE = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 1500\r\n\r\n%s\r\n\r\n" % (b"a text " * 215)[:1500]
+PAGE = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 1400\r\n\r\n%s\r\n\r\n" % (b"a text " * 200)
 LENIENT = {"max_error_rate": 0.5}
 
 
