@@ -129,8 +129,10 @@ def _write(source: TokenSource | TableSource, staged: Path, options: ConvertOpti
         return replace(written, num_tokens=counts.num_tokens, num_documents=counts.num_documents, notes=notes)
     if isinstance(source, TokenSource):
         if options.compress not in ("", "none", *(codecs := get_format(to).token_codecs)):
-            expected = f"one of {', '.join(codecs)}" if codecs else "it for a table"
-            raise UsageError(f"--set compress: expected {expected}, got {options.compress} for tokens to write {to}.")
+            raise UsageError(
+                f"--set compress: expected {' or '.join(codecs) or 'it for a table'}, got {options.compress} for "
+                f"tokens to write {to}."
+            )
         written = get_format(to).write_tokens(source, staged, options)
         if not options.sink.is_remote:
             _verify_tokens(staged, written, options, options.dtype or source.dtype)

@@ -26,7 +26,7 @@ _MIN_BYTES = 4 << 20
 
 
 def examine(paths: Sequence[Path], options: CheckOptions) -> list[Report]:
-    """Examine files, directories and patterns. DatasetError if there is nothing at a path."""
+    """Examine files, directories and patterns. DatasetError if they have no file of a known kind."""
     chosen, others = list[tuple[Path, str]](), list[tuple[Path, str]]()
     for path in paths:
         for file, kind in _find_files(path, options):
@@ -77,7 +77,7 @@ def _find_files(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]
     elif path.with_name(path.name + ".idx").is_file():
         yield path.with_name(path.name + ".idx"), "megatron"
     else:
-        raise DatasetError(f"{path}: expected a file or directory, got {nothing_there(path)}")
+        yield path, "missing"
 
 
 def kind_of(path: Path, options: CheckOptions) -> str:
@@ -105,7 +105,9 @@ def _examine_one(path: Path, kind: str, options: CheckOptions) -> Report:
         report.depth = "kinds" if kind in names_with("read_text") else "none"
         if encoding := detect(path).encoding if path.is_file() else "":
             report.metadata["encoding"] = f"{encoding} (guessed)"
-        if evidence := _misnamed(path):
+        if not path.exists():
+            report.add_finding("missing", "byte 0", f"expected a file or directory, got {nothing_there(path)}")
+        elif evidence := _misnamed(path):
             report.add_finding("not-the-data", "byte 0", evidence)
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     report.total_bytes = max(report.total_bytes or sum(p.stat().st_size for p in files), report.read_bytes)

@@ -8,6 +8,8 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 """The exceptions that reading a value of an unexpected shape raises."""
@@ -152,6 +154,13 @@ class StateError(ForebayError):
 
 class UsageError(ForebayError):
     """Invalid arguments, configuration or files of the caller."""
+
+
+def listed(items: Iterable[Any]) -> str:
+    """Return texts, or columns with their types, behind commas: as many as fit, and how many more there are."""
+    texts = [(f"{item.name}: {item.type}" if hasattr(item, "type") else str(item))[:300] for item in items]
+    count = sum(end <= 300 for end in accumulate(len(text) + 2 for text in texts)) or 1
+    return f"{', '.join(texts[:count])}{f' and {len(texts) - count:,} more' * (len(texts) > count)}"
 
 
 def did_you_mean(word: object, names: Iterable[object], prefix: str = "") -> str:

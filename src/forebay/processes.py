@@ -21,12 +21,14 @@ def run_command(command: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        more = ": the same command continues" if "prepare" in sys.argv[1:] else ""
-        print(f"forebay: interrupted{more}", file=sys.stderr)
-        code = 130
-    # An interrupt during `exec` of a string (which creates dataclasses) makes Python exit by the signal although it
-    # was caught, unless another string is executed after it.
-    exec("")
+        print(
+            f"forebay: interrupted{': the same command continues' * ('prepare' in sys.argv or 'mirror' in sys.argv)}"
+            f"{': the output is not complete; run the same command again' * ('convert' in sys.argv)}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(130)  # Threads of libraries are not waited for, which no further interrupt would end.
     gc.freeze()  # Else the exit looks for cycles in all that was imported: 0.2 s.
     sys.exit(code)
 

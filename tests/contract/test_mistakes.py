@@ -90,7 +90,8 @@ def make_world(folder: Path):
     text = "The mill race is full of water, and the wheel turns. "
 
     (folder / "corpus").mkdir()
-    (folder / "half" / ".work").mkdir(parents=True)
+    for path in ("half/.work", "lone/slices"):
+        (folder / path).mkdir(parents=True)
     for i in range(3):
         (folder / "corpus" / f"{i}.txt").write_text(f"{i} {text * 40}")
     write_jsonl(folder / "rows.jsonl", [{"id": i, "text": f"{i} {text}"} for i in range(20)])
@@ -105,8 +106,11 @@ def make_world(folder: Path):
     (folder / "own.toml").write_text('[short]\nuse = "myfilters:short"\n')
     (folder / "english.toml").write_text('[language]\nkeep = ["english"]\n')
     create_network(folder / "net", "net")
-    for name, tokenizer in (("ds", "bytes"), ("ds3", "train:300")):
+    for name, tokenizer in (("ds", "bytes"), ("ds3", "train:300"), ("worn", "bytes")):
         prepare_dataset(folder / "corpus", folder / name, tokenizer=tokenizer, workers=1)
+    (folder / "worn/tokenizer.json").unlink()
+    os.truncate(folder / "worn/slices/000000.safetensors", 90)
+    (folder / "worn/slices/1.safetensors").touch()
 
 
 @forebay.text_filter("any", version="1", per_document=True)
@@ -142,6 +146,12 @@ def test_a_wrong_command_is_answered_in_one_line(command, line, code, world, cap
     notes = [text for text in lines if text.startswith(("forebay: left out", "forebay: compiling"))]
     assert [line in text for text in lines if text not in notes] == [True] and status == code
     assert not (world / "d" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("command, line, code", read_cases("mistakes")["answers"])
+def test_what_a_command_prints_says_what_was_done(command, line, code, world, capsys):
+    assert main(shlex.split(command)) == code
+    assert line in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("call, line", CALLS)

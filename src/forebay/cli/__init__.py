@@ -55,6 +55,7 @@ _ADVICE = {
     errno.ENOSPC: "the disk is full. Free some space or choose another directory, then run the same command again",
     errno.EDQUOT: "the disk quota is used up. Free some space or choose another directory",
     errno.EACCES: "no permission. Check who owns it",
+    errno.EFBIG: "a limit on the size of files. Raise it (ulimit -f), or write to another file system",
     errno.EROFS: "the file system is read-only. Choose another directory",
     errno.ENOENT: "it does not exist. Check the path",
 }

@@ -101,8 +101,7 @@ def _verify(args: Namespace) -> bool:
         else:
             report = _open(args).verify(on_progress=advance)
     if args.json:
-        result = report.to_json()
-        print(json.dumps({key: result[key] for key in ("ok", "bad", "level", "checks")}))
+        show(args, report.to_json())
     elif report.level == "hash":
         print(f"ok: every file of {args.dataset} matches its hash")
     elif report.level == "structure":
@@ -110,8 +109,15 @@ def _verify(args: Namespace) -> bool:
         print(f"checked: {'; '.join(report.checks)}")
     else:
         for name in report.bad:
-            print(f"bad: {name}")
-        advice = f"`forebay mirror GOOD_COPY {args.dataset}` fetches these again; do not train on this dataset before."
+            state = next(
+                (state for state in ("missing", "cut", "changed") if name in getattr(report, state)), "not listed"
+            )
+            print(f"{state}: {name}")
+        advice = (
+            f"`forebay mirror GOOD_COPY {args.dataset}` fetches these again"
+            f"{'; remove what is not listed' * any(name in report.extra for name in report.bad)}; do not train on this "
+            "dataset before."
+        )
         print(report.reason or advice, file=sys.stderr)
     return not report.ok
 
@@ -120,9 +126,9 @@ def _report(args: Namespace) -> None:
     try:
         return _show_report(args)
     except MALFORMED as error:
-        names = " or ".join(filter(None, (args.dataset, args.second)))
         raise DatasetError(
-            f"{names}: expected a report of forebay prepare, got a damaged one ({type(error).__name__}: {error}). "
+            f"{args.dataset}{f' or {args.second}' * bool(args.second)}: "
+            f"expected a report of forebay prepare, got a damaged one ({type(error).__name__}: {error}). "
             "Prepare it again."
         ) from error
 
@@ -236,8 +242,10 @@ def _convert(args: Namespace) -> None:
 
     options = _convert_options(args)
     if (args.out is None) == (args.out_named is None):
-        got = "none" if args.out is None else f"{args.out} and --out {args.out_named}"
-        raise UsageError(f"convert: expected one OUT, behind SRC or by --out, got {got}.")
+        raise UsageError(
+            "convert: expected one OUT, behind SRC or by --out, got "
+            f"{f'{args.out} and --out {args.out_named}' if args.out else 'none'}."
+        )
     args.source, args.out = path_or_url(args.source), path_or_url(args.out or args.out_named)
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
@@ -301,8 +309,10 @@ def _doctor(args: Namespace) -> bool:
         return not ok
     for report in reports:
         depths = {"all": "read all of it", "none": "not checked", "kinds": _OF_TEXT}
-        depth = depths.get(report.depth, f"read {report.read_bytes:,} bytes; --full reads all")
-        print(f"{report.path}: {report.kind}, {report.total_bytes:,} bytes ({depth})")
+        print(
+            f"{report.path}: {report.kind}, {report.total_bytes:,} bytes "
+            f"({depths.get(report.depth, f'read {report.read_bytes:,} bytes; --full reads all')})"
+        )
         for name, value in report.metadata.items():
             print(f"    {name.replace('_', ' ')}: {plain(value)}")
         for finding in report.findings:
@@ -315,10 +325,11 @@ def _doctor(args: Namespace) -> bool:
     elif unchecked:
         print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
     else:
-        is_part = any(report.depth == "part" for report in reports)
         others = sum(report.metadata.get("not examined", 0) for report in reports)
-        more = f"; {others:,} files were not examined" if others else ""
-        print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}{more}")
+        print(
+            f"ok: nothing wrong found{' in the part that was read' * any(r.depth == 'part' for r in reports)}"
+            f"{f'; {others:,} files were not examined' * bool(others)}"
+        )
     return not ok
 
 

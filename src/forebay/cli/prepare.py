@@ -8,14 +8,15 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_settings, file, percentage, positive, print_note, size
-from forebay.errors import PrintableUrl, UsageError
+from forebay.cli.arguments import add_settings, file, percentage, positive, print_note, show, size
+from forebay.errors import PrintableUrl, UsageError, listed
 from forebay.toml import parse_settings
-from forebay.units import numbered
+from forebay.units import format_bytes, numbered
 
 if TYPE_CHECKING:
     from forebay.prepare.recipe import Recipe
@@ -30,6 +31,7 @@ def _prepare(args: Namespace) -> None:
         return _explain(args.explain)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _set_up_processes()
+    from forebay.dataset.reader import open_dataset
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.report import load_report, load_times, page_of, render_text
@@ -38,8 +40,15 @@ def _prepare(args: Namespace) -> None:
     recipe = _recipe(args)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
-        print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
-        return
+        files = planned["inputs"].items()
+        shown = planned | {
+            "inputs": [f"{numbered(n['files'], 'file')} of {name} ({format_bytes(n['bytes'])})" for name, n in files],
+            "bytes": format_bytes(planned["bytes"]),
+            "recipe": f"stages: {listed(stage.name for stage in recipe.stages) or 'none'}; deduplication: "
+            f"{listed(kind for kind, on in planned['recipe']['dedup'].items() if on is True) or 'none'}; tokenizer: "
+            f"{recipe.tokenize.tokenizer or 'none'}",
+        }
+        return show(args, planned if args.json else shown)
     if args.out is None and recipe.sample < 1 and args.to in (None, "report") and not args.annotate:
         args.out, args.to = "sample-report", "report"
     if args.out is None:
@@ -53,8 +62,19 @@ def _prepare(args: Namespace) -> None:
             f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
             file=sys.stderr,
         )
-    names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
-    options = {name: getattr(args, name) for name in (*names, "extend")}
+    names = (
+        "workers",
+        "engine",
+        "task",
+        "document_ids",
+        "to",
+        "annotate",
+        "follow_links",
+        "strict",
+        "write_ids",
+        "extend",
+    )
+    options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         output = prepare_dataset(
             inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=bar.above(print_note), **options
@@ -70,8 +90,7 @@ def _prepare(args: Namespace) -> None:
         print(f"{render_text(load_report(args.out), load_times(args.out))}\nFull report: {page_of(args.out)}")
         return
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
-    dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
+    dropped = listed(f"{n:,} {reason}" for reason, n in reasons) or "none"
     to = "parquet" if args.annotate and args.to == "dataset" else args.to
     what = f"{result['tokens']:,} tokens in {numbered(result['slices'], 'slice')}" if to == "dataset" else f"as {to}"
     if to == "dataset" and (rows := recipe.rows) is not None:
@@ -81,12 +100,20 @@ def _prepare(args: Namespace) -> None:
             what += f", {padding:.0%} padding (see rows.max_tokens, rows.packed)"
         if cut := sum(stage["changed"].get("truncated", 0) for stage in load_report(args.out)["funnel"]):
             what += f", {numbered(cut, 'conversation')} cut to that length (see rows.too_long)"
+    if args.extend:
+        parent = open_dataset(args.extend).manifest
+        what += f" behind the {numbered(parent.slices, 'slice')} ({format_bytes(parent.bytes)}) of {args.extend}"
     failed = result["failed"]
-    missing = f"\n{numbered(failed['inputs'], 'input')} failed, {failed['share']:.1%} of the bytes are missing: "
-    missing = f"{missing}{args.out}/skipped.jsonl" if failed["inputs"] else ""
+    lost = failed["share"]
+    missing = (
+        f"\n{numbered(failed['inputs'], 'input')} failed, {f'{lost:.1%}' if lost else 'an unknown share'} of the bytes "
+        f"is missing: {args.out}/skipped.jsonl"
+    )
     print(
-        f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
-        f"{args.out}  id {result['id']}{missing}"
+        f"{f'a sample of {100 * recipe.sample:.3g} % of the input: ' * (recipe.sample < 1)}"
+        f"{result['documents_out']:,} of {result['documents_in']:,}{' new' * bool(args.extend)} documents, "
+        f"{what} (dropped: {dropped})\n"
+        f"{args.out}  id {result['id']}{missing * bool(failed['inputs'])}"
     )
 
 
@@ -98,7 +125,7 @@ def _warm(args: Namespace) -> None:
     from forebay.prepare.config import load_recipe, recipe_names, stage_group
     from forebay.prepare.dedup.methods import KINDS
     from forebay.prepare.driver import prepare_dataset
-    from forebay.prepare.forecast import Progress
+    from forebay.prepare.forecast import StageProgress
     from forebay.prepare.kernels import KERNEL_STAGES, compile_groups, missing_groups
 
     names = args.names or KERNEL_STAGES
@@ -112,13 +139,17 @@ def _warm(args: Namespace) -> None:
         recipes.append(load_recipe(settings={"pii": {"kinds": ["email"]}}))
     groups = list({group.name: group for recipe in recipes for group in missing_groups(recipe, ["html"])}.values())
     seconds: list[float] = []
+    stage = StageProgress("kernels", "group", time.monotonic())
+    stage.add({"": len(groups)}, len(groups))
     with PrepareBar(enabled=not args.quiet) as bar:
 
         def show() -> None:
-            bar.update(Progress("kernels", len(seconds), len(groups), "group"))
+            now = time.monotonic()
+            bar.update(stage.progress(now, stage.remaining_s(num_cores(), now)))
 
         def add(_: int, cpu_s: float) -> None:
             seconds.append(cpu_s)
+            stage.advance([1, 0, 0], "", "", 0.0, time.monotonic())
             show()
 
         show()

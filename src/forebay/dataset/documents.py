@@ -45,8 +45,10 @@ class Document:
     text: str  # its tokens as text; empty if the dataset has no tokenizer
 
     def __repr__(self) -> str:
-        named = "".join(f", {name}={value!r}" for name, value in (("id", self.id), ("source", self.source)) if value)
-        return f"Document({self.index}{named}, {len(self.tokens):,} tokens, text={self.text[:80]!r})"
+        return (
+            f"Document({self.index}{f', id={self.id!r}' * bool(self.id)}"
+            f"{f', source={self.source!r}' * bool(self.source)}, {len(self.tokens):,} tokens, text={self.text[:80]!r})"
+        )
 
     def _repr_html_(self) -> str:
         """Its source and the first of its text."""

@@ -32,8 +32,10 @@ def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
     """
     folder = Path(directory)
     if not folder.is_dir():
-        got = "a file" if folder.is_file() else "nothing there"
-        raise DatasetError(f"import: {folder}: expected a directory of .safetensors files, got {got}. Check the path.")
+        raise DatasetError(
+            f"import: {folder}: expected a directory of .safetensors files, got "
+            f"{'a file' if folder.is_file() else 'nothing there'}. Check the path."
+        )
     remove_stale(folder)
     if (folder / MANIFEST_FILE).exists():
         dataset = open_dataset(folder)

@@ -50,9 +50,10 @@ class VerifyReport:
 
     ok: bool
     bad: list[str]  # name: contract of `verify --json`; changed or missing files, and unlisted slices.
-    changed: list[str] = field(default_factory=list)  # Present with other bytes.
+    changed: list[str] = field(default_factory=list)  # Present with other bytes, or cut.
     missing: list[str] = field(default_factory=list)  # Listed and absent.
     extra: list[str] = field(default_factory=list)  # Present and not listed; only slices among them are in `bad`.
+    cut: list[str] = field(default_factory=list)  # Of those that changed: slices that are shorter.
     has_hashes: bool = True  # Whether every byte was compared with a hash.
     checks: tuple[str, ...] = ("SHA-256 of every file",)  # What was checked, in words.
     reason: str = ""  # What is wrong with the manifest, if that is bad: it may be of another version.
@@ -63,9 +64,9 @@ class VerifyReport:
         return "bad" if not self.ok else "hash" if self.has_hashes else "structure"
 
     def to_json(self) -> Json:
-        """`{"ok", "bad", "level", "checks", "changed", "missing", "extra"}`."""
-        lists = {"changed": self.changed, "missing": self.missing, "extra": self.extra}
-        return {"ok": self.ok, "bad": self.bad, "level": self.level, "checks": list(self.checks), **lists}
+        """`{"ok", "bad", "level", "checks", "changed", "missing", "extra", "cut"}`."""
+        lists = {name: getattr(self, name) for name in ("bad", "changed", "missing", "extra", "cut")}
+        return {"ok": self.ok, "level": self.level, "checks": list(self.checks), **lists}
 
 
 Verify: TypeAlias = Literal["once", "never"]
@@ -358,23 +359,24 @@ class Dataset:
         files += ((name, None, sha256) for name, sha256 in sorted(self.manifest.listed_files.items()))
         hashes = (row.tobytes().hex() for row in self.table.sha256)
         files += zip(self.table.names.to_pylist(), self.table.bytes.tolist(), hashes)
-        names: dict[str, list[str]] = {"": [], "changed": [], "missing": []}
+        names: dict[str, list[str]] = {"": [], "changed": [], "missing": [], "cut": []}
         with ThreadPoolExecutor(workers or self._num_hashers) as pool:
             for (name, size, _), state in zip(files, pool.map(lambda file: self.file_state(*file), files)):
                 names[state].append(name)
                 if on_progress is not None:
                     on_progress(size or 0)
         names[self._state_of_chunks()].append(CHUNKS_FILE)
-        changed, missing, extra = names["changed"], names["missing"], self._extra()
+        cut, missing, extra = names["cut"], names["missing"], self._extra()
+        changed = [*names["changed"], *cut]
         failed = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
-        return VerifyReport(not failed, failed, changed, missing, extra)
+        return VerifyReport(not failed, failed, changed, missing, extra, cut)
 
     def file_state(self, name: str, size: int | None, sha256: str) -> str:
-        """ "", "changed" or "missing": how a slice, or a file without a size, compares with its hash."""
+        """ "", "changed", "cut" or "missing": how a slice, or a file without a size, compares with its hash."""
         try:
             with open_below(self.path, name) as file:
-                if size not in (None, os.fstat(file.fileno()).st_size):
-                    return "changed"
+                if size not in (None, got_bytes := os.fstat(file.fileno()).st_size):
+                    return "cut" if got_bytes < (size or 0) else "changed"
             path = self.path / name
             got = hash_file(path) if size is None else hash_slice(path, self.table.chunk_bytes)[0]
         except (FileNotFoundError, NotADirectoryError):

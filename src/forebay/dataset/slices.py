@@ -72,8 +72,10 @@ class Slice:
     def _vector(self, name: str, kinds: tuple[str, ...]) -> Array:
         array = self.tensors.get(name)
         if array is None or array.ndim != 1 or self.dtypes[name] not in kinds:
-            got = "none" if array is None else f"{self.dtypes[name]} {list(array.shape)}"
-            raise DatasetError(f"{self.path}: expected a tensor {name!r} of {' or '.join(kinds)} [n], got {got}.")
+            raise DatasetError(
+                f"{self.path}: expected a tensor {name!r} of {' or '.join(kinds)} [n], got "
+                f"{'none' if array is None else f'{self.dtypes[name]} {list(array.shape)}'}."
+            )
         return array
 
 

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 
 from forebay.arrays import U64, Array
-from forebay.errors import CorruptInputError, DatasetError, UsageError
+from forebay.errors import CorruptInputError, DatasetError, UsageError, listed
 from forebay.files import path_below
 from forebay.formats import external
 from forebay.formats.arrow_ipc import check_blocks, check_stream, checked_stream
@@ -180,7 +180,7 @@ def check_split(path: Path) -> None:
     if (path / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in path.glob(f"*/{STATE_FILE}"))
         raise UsageError(
-            f"{path}: expected one dataset, got the splits {', '.join(splits)[:300] or 'of none'}. Name the directory "
+            f"{path}: expected one dataset, got the splits {listed(splits) or 'of none'}. Name the directory "
             f"of one: {path / (splits or ['SPLIT'])[0]}."
         )
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.compute
 
-from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError, error_text
+from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError, error_text, listed
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, Position, Positioned, TableSource
 from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
@@ -26,7 +26,6 @@ from forebay.formats.tables import contains, input_of, rows_at_once, tensor_shap
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, CorruptInputError)
 """What pyarrow raises for damaged files."""
 BATCH_BYTES = 8 << 20
-_SHOWN_COLUMNS = 12
 GroupRows: TypeAlias = Iterator[tuple[int, dict[str, object] | Record]]
 GroupBatches: TypeAlias = Iterator[tuple[int, pa.RecordBatch]]
 
@@ -120,18 +119,16 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
         if ALL_FIELDS in required:
             names = [f.name for f in schema if contains(f.type, is_text) and schema.names.count(f.name) == 1]
         if not any(_type_of(schema, key) is not None for key in names):
-            got = ", ".join(schema.names[:_SHOWN_COLUMNS])
-            raise UnreadableInputError(f"{file.path}: expected columns with text, got {got}. Name them.")
+            raise UnreadableInputError(f"{file.path}: expected columns with text, got {listed(schema)}. Name them.")
         required, optional = [], [*names, *optional]
     types = {key: kind for key in required + optional if (kind := _type_of(schema, key)) is not None}
     for key in required:
         kind = types.get(key)
         if kind is None or not (is_text(kind) or kind == pa.null() or key == options.messages_key):
             fields = sorted(schema, key=lambda field: not is_text(field.type))
-            got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
-            got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
             raise UnreadableInputError(
-                f"{file.path}: expected a text column {key!r}, got columns {got}. {key_advice(options, schema.names)}."
+                f"{file.path}: expected a text column {key!r}, got columns {listed(fields)}. "
+                f"{key_advice(options, schema.names)}"
             )
     return list(types)
 
@@ -244,10 +241,10 @@ def common_schema(paths: Sequence[Path], schemas: Sequence[pa.Schema]) -> pa.Sch
     """
     for path, schema in zip(paths, schemas):
         names = {field.name: field.type for field in schemas[0]}
-        other = [f"{f.name}: {f.type}" for f in schema if names.pop(f.name, None) != f.type] or list(names)
+        other = [field for field in schema if names.pop(field.name, None) != field.type] or list(names)
         if other:
             raise DatasetError(
-                f"{path}: expected the columns of {paths[0]}, each once, got a difference in {', '.join(other)[:300]}. "
+                f"{path}: expected the columns of {paths[0]}, each once, got a difference in {listed(other)}. "
                 "Rename them, or convert two tables."
             )
     stored = (

@@ -250,8 +250,9 @@ def reading(path: Path) -> Iterator[None]:
 
 def unreadable(path: Path, error: Exception) -> DatasetError:
     """Return the error for a file that the system refuses."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return DatasetError(f"{path}: cannot be read: {reason}. Check the path, or fetch it again.")
+    return DatasetError(
+        f"{path}: cannot be read: {getattr(error, 'strerror', '') or error}. Check the path, or fetch it again."
+    )
 
 
 def map_file(path: Path) -> U8:
@@ -337,9 +338,9 @@ def common_dtype(path: Path, kinds: Iterable[DType]) -> str:
     distinct = set(kinds)
     names = {stored_dtype(kind) for kind in distinct}
     if len(names) != 1:
-        got = ", ".join(sorted(map(str, distinct))) or "none"
         raise DatasetError(
-            f"{path}: expected files of one type of token, got {got}. Open them as datasets of their own."
+            f"{path}: expected files of one type of token, got {', '.join(sorted(map(str, distinct))) or 'none'}. Open "
+            "them as datasets of their own."
         )
     return names.pop()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, listed
 from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions
@@ -66,12 +66,12 @@ def layout_of_tokens(path: object, schema: pa.Schema, column: str | None, remedy
     if layout.tokens is None:
         raise UsageError(
             f"{path}: expected a column of tokens, lists of integers ({column or ' or '.join(TOKEN_COLUMNS)}), got "
-            f"{', '.join(f'{f.name}: {f.type}' for f in schema)[:500]}. Name one with {remedy.format('NAME')}; text "
+            f"{listed(schema)}. Name one with {remedy.format('NAME')}; text "
             "becomes tokens with `forebay prepare`."
         )
     if layout.more:
         raise UsageError(
-            f"{path}: expected tokens alone, got {', '.join(layout.more)[:300]} beside {layout.tokens}, which a stream "
+            f"{path}: expected tokens alone, got {listed(layout.more)} beside {layout.tokens}, which a stream "
             f"of tokens does not hold. Keep all as rows: forebay convert SRC OUT --to forebay (--seq-len N pads "
             f"rows of several lengths). Or take the tokens alone: {remedy.format(layout.tokens)}."
         )

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.arrays import Array, DType
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, listed
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.raw_tokens import RawTokens
@@ -131,10 +131,10 @@ def table_of_arrays(format_name: str, arrays: list[ArrayFile], columns: str | No
     arrays = [array for array in arrays if not names or array.name in names]
     sizes = {array.name: array.rows for array in arrays}
     if not arrays or len(sizes) < len(arrays) or len(set(sizes.values())) > 1:
-        got = ", ".join(f"{array.name} {array.rows} ({array.path.name})" for array in arrays)[:500]
         raise UsageError(
             f"{arrays[0].path.parent if arrays else 'arrays'}: expected arrays of other names and as many rows, got "
-            f"{got or 'none'}. Name those that belong together: --set column=x_train,y_train, or a pattern of files."
+            f"{listed(f'{array.name} {array.rows} ({array.path.name})' for array in arrays) or 'none'}. Name "
+            "those that belong together: --set column=x_train,y_train, or a pattern of files."
         )
     schema = pa.schema([field_of(array.name, array.dtype.newbyteorder("="), array.shape) for array in arrays])
     return TableSource(format_name, schema, arrays[0].rows, lambda: _read_batches(arrays, schema))

@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import TypeAlias, TypeVar
 from uuid import UUID
 
+from forebay.errors import did_you_mean, listed
 from forebay.formats.inputs import ALL_FIELDS, TEXT_KEYS, ReadOptions
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class Record:
 
     `unread`: how many bytes of its file are not read because of the problem; -1: the rest, of unknown size.
 
+    `is_cut`: the problem is that its file ends in this record; all bytes that are there are read.
+
     `values`: what `ReadOptions.columns` asks for, in that order.
 
     `fields`: the texts of `ReadOptions.text_keys`, which `text` joins.
@@ -66,6 +69,7 @@ class Record:
     fields: tuple[str, ...] = ()
     missing: str = field(default="", compare=False)
     unread: int = 0
+    is_cut: bool = False
 
 
 def strip_turn_marks(text: str) -> str:
@@ -119,11 +123,16 @@ def look_up(row: Row, key: str) -> object:
     return value
 
 
+def has_pairs(options: ReadOptions) -> bool:
+    """Return whether a document is a prompt and its response, each under a key of its own."""
+    return bool(options.prompt_key and options.response_key and not options.messages_key)
+
+
 def keys_of(options: ReadOptions) -> tuple[list[str], list[str]]:
     """Return the keys without which there is no document, and those that a document may lack."""
     if options.messages_key:
         required = [options.messages_key]
-    elif options.prompt_key and options.response_key:
+    elif has_pairs(options):
         required = [options.prompt_key, options.response_key]
     else:
         required = [options.text_key] if isinstance(options.text_key, str) else list(options.text_key)
@@ -136,7 +145,7 @@ def to_record(index: int, row: Row, options: ReadOptions, location: str = "", st
     fields: tuple[str, ...] = ()
     if options.messages_key:
         text, problem = _conversation(row, options.messages_key, options.keep_roles)
-    elif options.prompt_key and options.response_key:
+    elif has_pairs(options):
         (prompt, problem), (response, other) = _text(row, options.prompt_key), _text(row, options.response_key)
         problem, is_whole = problem or other, prompt is not None and response and not response.isspace()
         text = f"{PROMPT_MARK}{prompt}{RESPONSE_MARK}{response}" if is_whole else ""
@@ -166,21 +175,28 @@ _PAIRS = (
 
 def key_advice(options: ReadOptions, names: Collection[str], longest: str = "NAME") -> str:
     """Return the setting that names the text of records with these fields, of which `longest` has most text."""
+    for setting in ("messages_key", "prompt_key", "response_key", "text_key"):
+        key = getattr(options, setting)
+        is_lacking = key in keys_of(options)[0] and key not in (TEXT_KEYS[0], *names)
+        if is_lacking and (hint := did_you_mean(key, names, f"--set read.{setting}=")):
+            return hint.strip()
+    pairs = [pair for pair in _PAIRS if set(pair) <= set(names)]
+    if has_pairs(options) or (options.messages_key and pairs):
+        prompt, response = pairs[0] if pairs else ("NAME", "NAME")
+        return (
+            f"Pairs are read with {'--set read.messages_key= ' * bool(options.messages_key)}"
+            f"--set read.prompt_key={prompt} --set read.response_key={response}."
+        )
     if options.messages_key:
-        pairs = [pair for pair in _PAIRS if set(pair) <= set(names)]
-        if pairs:
-            prompt, response = pairs[0]
-            keys = f'--set read.messages_key="" --set read.prompt_key={prompt} --set read.response_key={response}'
-            return f"Pairs are read with {keys}"
-        return "Name the list of messages with --set read.messages_key=NAME"
+        return "Name the list of messages with --set read.messages_key=NAME."
     if chats := [name for name in ("messages", "conversations") if name in names]:
         return (
             f"These are chats: forebay prepare --recipe sft --set read.messages_key={chats[0]} makes rows of them, "
-            "which forebay.Loader reads"
+            "which forebay.Loader reads."
         )
     keys = json.dumps([*(options.text_keys or ["text"]), longest])
     more = f" (beside other files: --set 'read.text_key={keys}')" * (longest != "NAME")
-    return f"Name it with --set read.text_key={longest}{more}"
+    return f"Name it with --set read.text_key={longest}{more}."
 
 
 _MAX_DEPTH = 8
@@ -199,13 +215,13 @@ def _longest_text(row: Row, before: str = "") -> tuple[int, str]:
 
 def _missing(row: Row, options: ReadOptions) -> str:
     keys = keys_of(options)[0]
-    if ALL_FIELDS in keys or any(key in row or key.partition(".")[0] in row for key in keys):
+    lacking = [key for key in keys if key not in row and key.partition(".")[0] not in row]
+    if ALL_FIELDS in keys or not lacking or (len(lacking) < len(keys) and not has_pairs(options)):
         return ""
-    names = [str(name)[:40] for name in row]
-    got = f" among {', '.join(names[:8])}" + " …" * (len(names) > 8) if names else ""
-    expected = ", ".join(map(repr, TEXT_KEYS if keys == [TEXT_KEYS[0]] else keys))
-    advice = key_advice(options, row, _longest_text(row)[1])
-    return f"expected text under {expected}, got nothing{got}, in every record. {advice}."
+    return (
+        f"expected text under {', '.join(map(repr, TEXT_KEYS if keys == [TEXT_KEYS[0]] else lacking))}, got nothing"
+        f"{f' among {listed(row)}' * bool(row)}, in every record. {key_advice(options, row, _longest_text(row)[1])}"
+    )
 
 
 def source_of(row: Row, options: ReadOptions) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from forebay.arrays import Array, DType
 from forebay.base import Json
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, listed
 from forebay.formats.conversion import TableSource
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.inputs import TEXT_KEYS
@@ -168,9 +168,9 @@ def check_rows(report: Report, open_table: Callable[[], TableSource]) -> None:
     num_rows = 0
     try:
         table = open_table()
-        report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in table.schema)[:500]
+        report.metadata["columns"] = listed(table.schema)
         if texts := [field.name for field in table.schema if "string" in str(field.type)]:
-            more = "" if any(name in TEXT_KEYS for name in texts) else f" --set read.text_key={texts[0]}"
+            more = f" --set read.text_key={texts[0]}" * set(TEXT_KEYS).isdisjoint(texts)
             report.metadata["text"] = f"`forebay prepare{more}` tokenizes it"
         for batch in table.batches():
             _add_row_tokens(report, batch, num_rows)

@@ -27,7 +27,7 @@ from forebay.dataset.lengths import encode_lengths
 from forebay.dataset.manifest import LENGTHS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, listed
 from forebay.files import atomic_write
 from forebay.formats import tables
 from forebay.formats.base import Format
@@ -182,9 +182,9 @@ class ForebayDataset(Format):
             raise DatasetError(f"{source.format}: expected rows, got none.")
         notes = []
         if left_out:
-            shown = ", ".join(left_out)
             notes.append(
-                f"left out columns without numbers ({len(left_out)}): {shown}; --to parquet or jsonl keeps them"
+                f"left out columns without numbers ({len(left_out)}): {listed(left_out)}; --to parquet or jsonl keeps "
+                "them"
             )
         if rejected:
             atomic_write(out / REJECTS_FILE, b"".join(orjson.dumps(row) + b"\n" for row in rejected))
@@ -329,7 +329,7 @@ def _columns(schema: pa.Schema, options: ConvertOptions, dtypes: Mapping[str, st
     if unknown or not columns:
         raise UsageError(
             f"rows: expected columns of numbers{' called ' + ', '.join(unknown) if unknown else ''}, got "
-            f"{', '.join(f'{field.name}: {field.type}' for field in schema)[:300]}. SafeTensors holds numbers alone: "
+            f"{listed(schema)}. SafeTensors holds numbers alone: "
             "write --to parquet or jsonl to keep the rest; text becomes tokens with `forebay prepare`."
         )
     return columns, left_out
@@ -349,9 +349,9 @@ def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, U8
     counts, leaves = tables.flatten(values)
     gaps = np.flatnonzero(counts < 0)
     if len(gaps) or leaves.null_count:
-        row = f"row {first_row + int(gaps[0])}" if len(gaps) else f"row {first_row} or after"
         raise DatasetError(
-            f"column {column.name!r}: expected a value in every row, got none ({row}). SafeTensors holds no missing "
+            f"column {column.name!r}: expected a value in every row, got none (row "
+            f"{first_row + int(gaps[0]) if len(gaps) else f'{first_row} or after'}). SafeTensors holds no missing "
             "values: fill or drop the column, or write --to parquet or jsonl."
         )
     flat = leaves.to_numpy(zero_copy_only=False)

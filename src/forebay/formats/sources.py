@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from forebay.arrays import U64, Array
 from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
 from forebay.dataset.reader import Dataset, open_dataset
-from forebay.errors import DatasetError, ForebayError, PrepareError, PrintableUrl, UsageError
+from forebay.errors import DatasetError, ForebayError, PrepareError, PrintableUrl, UsageError, listed
 from forebay.files import nothing_there
 from forebay.formats import dataset_format, open_external, open_token_files
 from forebay.formats.arrow import check_split
@@ -108,10 +108,10 @@ def _open_source(
         raise problem
     shown = max(path.paths, key=lambda file: file.num_bytes) if isinstance(path, _RemoteFolder) else Path(path)
     detection = detect(shown) if shown.is_file() else None
-    got = (detection.format or detection.reason) if detection is not None else "nothing of these"
     raise DatasetError(
-        f"{path}: expected a dataset, token files or a table, got {got}. Tokens without header need --set "
-        "input_dtype=uint16 or uint32; text becomes tokens with `forebay prepare`."
+        f"{path}: expected a dataset, token files or a table, got "
+        f"{(detection.format or detection.reason) if detection else 'nothing of these'}. Tokens without header need "
+        "--set input_dtype=uint16 or uint32; text becomes tokens with `forebay prepare`."
     )
 
 
@@ -344,8 +344,11 @@ def open_table(path: str | Path | _RemoteFolder, options: ConvertOptions = _NO_O
                 raise UsageError(f"{target}: expected one dataset, got some in directories. Name one: {inside}.")
     groups, skipped = _by_format(path.paths if isinstance(path, _RemoteFolder) else table_files(target))
     if len(groups) > 1:
-        got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())
-        raise UsageError(f"{target}: expected files of one format, got {got}. Name those of one: 'DIR/*.parquet'.")
+        raise UsageError(
+            f"{target}: expected files of one format, got "
+            f"{listed(f'{name} ({files[0].name} …)' for name, files in groups.items())}. Name those of one: "
+            "'DIR/*.parquet'."
+        )
     for name, files in groups.items():
         options.on_skipped(skipped)
         if name == Images.name:
@@ -404,6 +407,6 @@ def verify_table(out: Path, written: Written, options: ConvertOptions = _NO_OPTI
     if digest.num_rows != written.num_rows or differing:
         raise DatasetError(
             f"{out.name}: expected {written.num_rows} rows as they were written, got {digest.num_rows}, with other "
-            f"values in {', '.join(differing)[:300] or 'no column'}, when reading them again. Nothing was written. "
+            f"values in {listed(differing) or 'no column'}, when reading them again. Nothing was written. "
             "Write --to another format, or check the disk."
         )

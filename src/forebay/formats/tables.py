@@ -24,7 +24,7 @@ import zstandard
 
 from forebay.arrays import I64, Array, DType
 from forebay.base import Json
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, UsageError, listed
 from forebay.formats.conversion import ConvertOptions, OutputFile, TableSource, Written
 from forebay.formats.detect import detect
 from forebay.formats.external import read_head
@@ -233,10 +233,10 @@ def rows_batch(rows: Rows, schema: pa.Schema, location: str) -> pa.RecordBatch:
     columns = _infer(rows, location)
     if columns != schema and _merge(schema, columns, location) != schema:
         names = {field.name: field.type for field in schema}
-        new = [f"{f.name}: {f.type}" for f in columns if names.get(f.name) != f.type]
         raise DatasetError(
-            f"{location} and after: expected columns {', '.join(names)[:300]}, as in the first 64 MiB, got "
-            f"{', '.join(new)[:300]}. Put a line with such values first, or make the types alike."
+            f"{location} and after: expected columns {listed(names)}, as in the first 64 MiB, got "
+            f"{listed(field for field in columns if names.get(field.name) != field.type)}. "
+            "Put a line with such values first, or make the types alike."
         )
     with expecting(schema.names, location):
         return pa.RecordBatch.from_struct_array(pa.array(rows, pa.struct(list(schema))))
@@ -418,9 +418,8 @@ def _pieces(source: TableSource, slice_bytes: int, group_bytes: int, num_skipped
 
 def refuse_columns(schema: pa.Schema, refused: Callable[[Any], bool], what: str, advice: str) -> None:
     """Raise UsageError if a column is, or is made of, a type that a format does not hold."""
-    unsuitable = [f"{field.name}: {field.type}" for field in schema if contains(field.type, refused)]
-    if unsuitable:
-        raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(unsuitable)[:300]}. {advice}")
+    if unsuitable := listed(field for field in schema if contains(field.type, refused)):
+        raise UsageError(f"{what}: expected columns that it can hold, got {unsuitable}. {advice}")
 
 
 class TableDigest:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.arrays import I64, Array
-from forebay.errors import CorruptInputError, DatasetError, PrepareError, package_for
+from forebay.errors import CorruptInputError, DatasetError, PrepareError, listed, package_for
 from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.cast import cast
@@ -327,7 +327,7 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema, kinds: dict[str, int
             for name, (kind, values) in row.items():
                 if kinds.get(name) != kind or (len(values) != 1 and not pa.types.is_list(schema.field(name).type)):
                     raise DatasetError(
-                        f"{location}: expected features {', '.join(schema.names)[:300]} as the first 64 MiB have them, "
+                        f"{location}: expected features {listed(schema.names)} as the first 64 MiB have them, "
                         f"got {name!r} with {len(values)} values of kind {kind}. Put such a record first."
                     )
         rows = [row for _, row, _ in records]

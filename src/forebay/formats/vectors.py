@@ -74,9 +74,9 @@ class VectorDataset(external.ExternalDataset):
         lengths = {_sample_tokens(vector, ids) for vector, ids in zip(self._vectors, self._ids)}
         stored = external.common_dtype(path, (vector.kind for vector in self._vectors))
         if len(lengths) != 1:
-            got = ", ".join(sorted(map(str, lengths)))
             raise DatasetError(
-                f"{path}: expected files of one length of sample, got {got}. Open them as datasets of their own."
+                f"{path}: expected files of one length of sample, got {', '.join(sorted(map(str, lengths)))}. Open "
+                "them as datasets of their own."
             )
         if dtype is GUESSED and any(not v.offset and ids is None for v, ids in zip(self._vectors, self._ids)):
             _log.warning(
@@ -132,12 +132,9 @@ class VectorDataset(external.ExternalDataset):
             expected = int(self._view(ids, i, i + 1)[0])
             got = sample_id(self._view(vector, i * seq_len, (i + 1) * seq_len))
             if got != expected:
-                reason = (
-                    "It is the id of no bytes at all: a known fault of one writer. " if expected == NO_SAMPLE else ""
-                )
                 raise DatasetError(
                     f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {vector.kind}), got {expected}. "
-                    f"{reason}"
+                    f"{'It is the id of no bytes at all: a known fault of one writer. ' * (expected == NO_SAMPLE)}"
                     f"Tokens and ids are not of each other: fetch both again, or move {ids.path.name} away to read "
                     "the tokens without."
                 )

@@ -70,8 +70,10 @@ class Warc(Format):
                     reasons[reason] += 1
                 index += 1
             if not has_document and not all(map(_ABSENT.match, reasons)):
-                others = "; ".join(f"{n:,} × {reason}" for reason, n in reasons.most_common(5))
-                problem = f"expected responses of HTML or plain text, got none: {others}"
+                problem = (
+                    "expected responses of HTML or plain text, got none: "
+                    f"{'; '.join(f'{n:,} × {reason}' for reason, n in reasons.most_common(5))}"
+                )
                 if reasons["metadata record"] and reasons.keys() <= {"metadata record", "warcinfo record"}:
                     problem += ". A WAT file has no text of its pages: name the crawl's WARC or WET file of that number"
                 yield Record(index, problem=problem, failed=True)
@@ -116,7 +118,8 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
     url = raw.headers.get("warc-target-uri", "").strip("<> ")
     if raw.problem:
         start = raw.block[:512].decode("utf-8", "replace")
-        yield Record(index, identity, start, url, problem=raw.problem, location=raw.location)
+        is_cut = raw.problem.endswith("it ends early") or raw.problem.startswith(_CUT)
+        yield Record(index, identity, start, url, problem=raw.problem, location=raw.location, is_cut=is_cut)
         return ""
     mime, charset, body, problem, cut = raw.headers.get("content-type", ""), "", raw.block, "", ""
     if raw.kind in ("response", "resource"):
@@ -134,7 +137,7 @@ def document_of(raw: RawRecord, index: int, options: ReadOptions, budget: Output
         html = is_html(mime, body)
         kind = media_type(mime)
         if not html and kind != "text/plain":
-            return kind[:40] or "a response without a type"
+            return kind[:100] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
             return "a file for programs, such as robots.txt"
         if not problem and not charset.lower().startswith(("utf-16", "utf-32")) and (other := binary_kind(body[:4096])):
@@ -176,6 +179,7 @@ def _begins(data: bytes | bytearray, start: int = 0) -> bool:
     return line is not None and _ArcHead.of(line[0]) is not None
 
 
+_CUT = "a record that ends after"
 _UNPACKED = 256 << 10
 _MAGIC = b"\x1f\x8b\x08"
 _TRIM = 1 << 20
@@ -334,7 +338,7 @@ class _Archive:
             location,
             headers,
             block,
-            self._skip_damage() if self._damage is not None else f"a record that ends after {buffered} of {size} bytes",
+            self._skip_damage() if self._damage is not None else f"{_CUT} {buffered} of {size} bytes",
         )
 
     def _ends_well(self, size: int) -> bool:

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from forebay.arrays import Array
 from forebay.base import Json
-from forebay.errors import CorruptInputError, DatasetError, UsageError
+from forebay.errors import CorruptInputError, DatasetError, UsageError, listed
 from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
@@ -31,7 +31,7 @@ from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.jsonl import json_values, parse_json, parse_line, too_many_values
 from forebay.formats.layout import KEY
-from forebay.formats.records import SHOWN_CHARS, Record, batched, source_of, values_of
+from forebay.formats.records import Record, batched, source_of, values_of
 from forebay.formats.report import Report
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, decoded_document
@@ -129,8 +129,8 @@ def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
     by_kind = {member.kind: member for member in reversed(members) if member.kind in _DOCUMENT_KINDS}
     chosen = next((by_kind[kind] for kind in _DOCUMENT_KINDS if kind in by_kind), None)
     if chosen is None:
-        names = ", ".join(member.name for member in members)[:SHOWN_CHARS]
-        yield Record(0, first.key, problem=f"no text member among {names}", location=first.name)
+        problem = f"no text member among {listed(member.name for member in members)}"
+        yield Record(0, first.key, problem=problem, location=first.name)
         return
     in_json = by_kind["json"].data.removeprefix(BOM) if "json" in by_kind else b"{}"
     if chosen.kind == "jsonl":

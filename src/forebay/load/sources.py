@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from forebay.dataset.manifest import MANIFEST_FILE
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
 from forebay.errors import DatasetError, ForebayError, PrintableUrl, UsageError
@@ -149,6 +149,11 @@ def open_dataset(
             return external
         if (path / ".work").is_dir() and not (path / "report.html").exists():
             raise DatasetError(f"{path}: it is an unfinished preparation. Run the same `forebay prepare` again.")
+        if (path / TABLE_FILE).is_file() or (path / "slices").is_dir():
+            raise DatasetError(
+                f"{path}: expected a dataset, got slices without {MANIFEST_FILE}. `forebay mirror GOOD_COPY {path}` "
+                f"fetches it; without a copy, `forebay import {path}` makes one without the tokenizer."
+            )
         is_inside = (path.parent / MANIFEST_FILE).is_file()
         if not is_inside and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
             raise DatasetError(

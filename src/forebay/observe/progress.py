@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, elsewhere a line every ten seconds. It never steps back."""
+"""Progress of long work on stderr: a bar on a terminal, else lines after 3 s, then every 10. They never step back."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from forebay.base import Closing
-from forebay.units import format_bytes, format_seconds, numbered
+from forebay.units import format_bytes, format_count, format_seconds, numbered
 
 if TYPE_CHECKING:
     from forebay.prepare.forecast import Progress
 
-LINE_S = 10.0  # Interval of lines where stderr is not a terminal; short work prints none.
+LINE_S = 10.0  # Interval of lines where stderr is not a terminal.
+FIRST_LINE_S = 3.0  # When the first one comes: shorter work prints none.
 tqdm.monitor_interval = 0  # Its thread would keep `prepare` from forking.
 
 
@@ -56,19 +57,20 @@ class PrepareBar(Closing):
             self.close()
             self._stage = progress.stage
             self._bar = _Bar(progress.stage, progress.total, progress.unit, self._enabled)
-        words = ["compiled once on this machine"] * (progress.stage == "kernels")
+        is_text = progress.stage != "kernels"
+        words = [] if is_text else ["compiled once on this machine"]
         if progress.remaining_s:
-            words.append(f"about {_time_left(progress.remaining_s)} in all")
+            words.append(f"about {_time_left(progress.remaining_s)}{' in all' * is_text}")
         elif progress.done < progress.total and not words:
             words.append("time left not known yet")
         if progress.documents_per_s:
-            words.append(f"{progress.documents_per_s:,.0f} docs/s")
+            words.append(f"{format_count(progress.documents_per_s)} docs/s")
         if progress.bytes_per_s:
             words.append(f"{format_bytes(progress.bytes_per_s)}/s")
         if progress.documents:
             words.append(f"kept {100 * progress.documents_kept / progress.documents:.1f} %")
         self._bar.total, self._bar.words = progress.total, words
-        if is_new and progress.stage == "kernels":  # whose first group may take long
+        if is_new and not is_text:  # whose first group may take long
             self._bar.refresh()
         self._bar.show(progress.done)
 
@@ -100,8 +102,10 @@ class _Bar(tqdm):  # type: ignore[misc]
             frame = "{desc}: {text}"
         super().__init__(
             total=total, desc=label, unit=unit, file=file, dynamic_ncols=interval_s < LINE_S, miniters=0,
-            mininterval=interval_s, delay=interval_s, bar_format=frame, disable=not enabled,
+            mininterval=interval_s, delay=min(interval_s, FIRST_LINE_S), bar_format=frame, disable=not enabled,
         )  # fmt: skip
+        if enabled:  # as if a line had been printed so long ago that the next one comes after the delay
+            self.last_print_t += self.delay - interval_s
 
     def show(self, done: float) -> None:
         """Show that so much is done; less than before is not shown."""

@@ -10,7 +10,7 @@ from forebay.units import format_bytes, format_count, format_seconds
 Entry = Mapping[str, Any]
 WIDTH, HEIGHT = 480.0, 90.0  # Of a chart, in its own units.
 _ESTIMATES = (("documents_in", "documents"), ("documents_out", "documents kept"), ("text_bytes", "text kept"),
-              ("tokens", "tokens"), ("disk_bytes", "disk while it runs"))  # fmt: skip
+              ("tokens", ""), ("disk_bytes", "disk while it runs"))  # fmt: skip
 
 
 def cut(text: str, width: int) -> str:
@@ -45,6 +45,11 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 or not math.isfinite(value) else short(value)
 
 
+def tokens_name(report: Entry) -> str:
+    """Return the name of what the run counted as tokens."""
+    return f"tokens{' (bytes)' * (report['recipe']['tokenize']['tokenizer'] == 'bytes')}"
+
+
 def rule_name(rule: Entry) -> str:
     """`gopher_short < 50`: what is dropped."""
     return f"{rule['reason']} {'<' if rule['kind'] == 'low' else '>'} {number(rule['threshold'])}"
@@ -77,15 +82,18 @@ def sample_lines(report: Entry) -> Iterator[tuple[str, str]]:
     for name, label in _ESTIMATES:
         figures = report["estimate"].get(name)
         if figures:
-            shown = [format_bytes(value) if name.endswith("_bytes") else short(value) for value in figures]
-            yield f"  {label}", shown[0] + (f"  ({shown[1]} to {shown[2]})" if len(shown) == 3 else "")
+            first, *bounds = [format_bytes(value) if name.endswith("_bytes") else short(value) for value in figures]
+            between = f"  ({' to '.join(bounds)})" if bounds else ""
+            yield f"  {label or tokens_name(report)}", f"{first}{between}"
     if any(stage["stage"] == "dedup" for stage in report["funnel"]):
         yield "", "more copies are found in the whole input than in a sample: fewer documents stay"
     cost = report["cost"]
     expected, *bounds = map(format_seconds, cost["wall_s"])
     between = f" ({' to '.join(bounds)})" if bounds else ""
-    cpu = format_seconds(cost["whole_cpu_s"])
-    yield "  time", f"{expected} on {cost['processes']} processes{between}; {cpu} of CPU"
+    yield (
+        "  time",
+        f"{expected} on {cost['processes']} processes{between}; {format_seconds(cost['whole_cpu_s'])} of CPU",
+    )
     stages = sorted(cost["cpu_s"].items(), key=lambda item: -item[1][1])
     yield "  CPU", ", ".join(f"{name} {format_seconds(seconds)}" for name, (_, seconds) in stages[:5] if seconds)
     yield "  memory", f"{format_bytes(cost['peak_bytes'])} in a process, at most"

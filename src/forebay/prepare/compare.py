@@ -227,8 +227,10 @@ def render_comparison_text(comparison: Report) -> str:
     """The comparison for a terminal of 80 columns, ending in a newline."""
     lines = []
     for side in SIDES:
-        sampled = " (a sample)" if comparison[side]["is_sample"] else ""
-        lines.append(f"{side.upper()}  {comparison[side]['name']}{sampled}  {comparison[side]['id'][:12]}")
+        lines.append(
+            f"{side.upper()}  {comparison[side]['name']}{' (a sample)' * comparison[side]['is_sample']}  "
+            f"{comparison[side]['id'][:12]}"
+        )
     for title, heads, rows in comparison_tables(comparison):
         lines += ["", f"{title:<38}{heads[1]:>14}{heads[2]:>14}{heads[3]:>14}"]
         lines += [f"{cut(row[0], 37):<38}" + "".join(f"{cut(cell, 13):>14}" for cell in row[1:]) for row in rows]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from forebay.base import Json
-from forebay.errors import ForebayError, MissingPackageError, UsageError, did_you_mean, unknown_name
+from forebay.errors import ForebayError, MissingPackageError, UsageError, did_you_mean, listed, unknown_name
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Method
 from forebay.prepare.documents import Stage
@@ -162,9 +162,11 @@ def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Re
     try:
         return _recipe(merged, base, allow_code)
     except _SettingError as error:
-        key = ".".join(part for part in error.path if isinstance(part, str))
         text = str(error).rstrip(".")
-        raise UsageError(f"{_location(layers, error.path)}{key}: {text}{'' if text[-1:] == '?' else '.'}") from error
+        raise UsageError(
+            f"{_location(layers, error.path)}{'.'.join(part for part in error.path if isinstance(part, str))}: {text}"
+            f"{'.' * (text[-1:] != '?')}"
+        ) from error
 
 
 def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe:
@@ -289,8 +291,9 @@ def _choices(kind: Any) -> Sequence[Any]:
 
 
 def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:
-    hint = did_you_mean(path[-1], names) or f" There are {', '.join(sorted(names)) or 'none'}"
-    return _SettingError(path, f"unknown key.{hint}")
+    return _SettingError(
+        path, f"unknown key.{did_you_mean(path[-1], names) or f' There are {listed(sorted(names)) or None}'}"
+    )
 
 
 def _build(cls: Any, table: Any, path: Keys, base: Any = None, allow_code: bool = False) -> Any:
@@ -359,6 +362,5 @@ def describe(name: str) -> str:
     for item in dataclasses.fields(cls):
         if item.init and item.default is not dataclasses.MISSING and item.name != "own":
             default = plain(item.default)
-            shown = "(none)" if default is None else json.dumps(default, ensure_ascii=False)
-            lines.append(f"{item.name} = {shown}")
+            lines.append(f"{item.name} = {'(none)' if default is None else json.dumps(default, ensure_ascii=False)}")
     return "\n".join(lines)

@@ -244,11 +244,12 @@ class FunctionFilter(Stage):
         """Return the result as booleans. Raises TypeError for what is not one a document; null is False."""
         mask = np.asarray(result.fill_null(False) if isinstance(result, pa.Array | pa.ChunkedArray) else result)
         if mask.shape != (num_rows,) or mask.dtype != np.bool_:
-            got = f"{result[0] if self.per_document else result!r:.100}"
-            what = "True or False" if self.per_document else f"an array of {num_rows} booleans, one a document"
             raise TypeError(
-                f"expected {what}, got {got} ({type(result[0] if self.per_document else result).__name__}). With "
-                "per_document=True the function gets one document as a dict"
+                "expected "
+                f"{'True or False' if self.per_document else f'an array of {num_rows} booleans, one a document'}, got "
+                f"{result[0] if self.per_document else result!r:.100} "
+                f"({type(result[0] if self.per_document else result).__name__}). With per_document=True the function "
+                "gets one document as a dict"
             )
         return mask
 

@@ -228,8 +228,9 @@ def _check_kinds(name: str, items: Sequence[object], method: str, expected: str,
                 f"{name}: expected a call of {item.__name__}, got itself. Give {name}=[{item.__name__}()]."
             )
         if not (isinstance(item, str | os.PathLike) or hasattr(item, method)):
-            got = getattr(item, "__name__", type(item).__name__)
-            raise UsageError(f"{name}: expected {expected}, got {got}. {advice}.")
+            raise UsageError(
+                f"{name}: expected {expected}, got {getattr(item, '__name__', type(item).__name__)}. {advice}."
+            )
 
 
 def _open_inputs(
@@ -259,8 +260,10 @@ def _describe_texts(files: Sequence[InputFile]) -> Iterator[str]:
     yield from (f"{group[0].reason} ({first_paths(group)})" for group in by_cause(lacking))
     keys = [file.text_key for file in files]
     for key in sorted(set(keys) - {""}):
-        first = printable(files[keys.index(key)].path)
-        yield f"text is in {printable(key)!r} in {keys.count(key):,} of {len(files):,} inputs, such as {first}"
+        yield (
+            f"text is in {printable(key)!r} in {keys.count(key):,} of {len(files):,} inputs, such as "
+            f"{printable(files[keys.index(key)].path)}"
+        )
 
 
 def _with_recorded_columns(
@@ -293,9 +296,9 @@ def _with_recorded_columns(
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
     if skipped:
-        first = "; ".join(f"{printable(item.path)}: {item.reason.rstrip('.')}" for item in skipped[:3])
         raise PrepareError(
-            f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
+            f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: "
+            f"{'; '.join(f'{printable(item.path)}: {item.reason}'.rstrip('.') for item in skipped[:3])}. Remove "
             "them from the input, or leave out --strict."
         )
 
@@ -326,13 +329,13 @@ def _find_existing(run: PrepareRun, output: Output, sources: InputFiles, lineage
     if not same:
         raise UsageError(
             f"prepare: expected an empty directory, got {run.store.url}, which holds {kind} {name!r} "
-            f"({id[:12]}…). A dataset never changes: choose another directory, or remove this one."
+            f"({id[:12]}…){', a sample' * (theirs.get('recipe', {}).get('sample', 1) < 1)}. A dataset never changes: "
+            "choose another directory, or remove this one."
         )
     skipped = read_skipped(run.store)
     failed = count_failed(skipped, sources.files, sum(file.bytes for file in sources.files))
-    reasons = count_reasons(skipped)
     return PrepareResult(
-        run.path, name, id, **theirs["counts"], already_exists=True, skipped=reasons, failed=failed
+        run.path, name, id, **theirs["counts"], already_exists=True, skipped=count_reasons(skipped), failed=failed
     )  # fmt: skip
 
 
@@ -348,26 +351,28 @@ def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[S
 
 def _refuse_failed(run: PrepareRun, sources: InputFiles, failed: Mapping[str, float], unread: Collection[str]) -> None:
     """Raise PrepareError if too much of the input failed, or there are `unread` inputs, which the user names."""
-    limit, skipped = run.recipe.max_error_rate, sources.skipped
-    if limit >= 1 or not (unread or failed["share"] > limit or (failed["inputs"] and not limit)):
+    limit, lost = run.recipe.max_error_rate, failed["share"]
+    if limit >= 1 or not (unread or lost > limit or (failed["inputs"] and not limit)):
         return
-    first = sorted((item for item in skipped if item.status == "failed"), key=lambda item: item.path not in unread)
+    first = sorted(
+        (item for item in sources.skipped if item.status == "failed"), key=lambda item: item.path not in unread
+    )
     causes = sorted(by_cause(first), key=lambda files: first.index(files[0]))
     examples = "; ".join(
         f"{printable(files[0].path)}{f' and {len(files) - 1:,} more' * (len(files) > 1)}: "
         f"{files[0].reason.partition('. ')[0].rstrip('.')}"
         for files in causes[:3]
     )
-    advice = first[0].reason.partition(". ")[2].rstrip(".")
-    what = "that named inputs can be read" if failed["share"] <= limit else f"at most {limit:.1%} of the input to fail"
+    advice = first[0].reason.partition(". ")[2]
     is_known = not any(item.path.endswith("/") for item in first)  # A folder may hold anything.
-    allowed = math.floor(100 * failed["share"] + 1) / 100 if is_known and not unread else 1
-    share = f"{failed['share']:.1%} of its bytes" if is_known else "an unknown share"
+    allowed = math.floor(100 * lost + 1) / 100 if is_known else 1
     raise PrepareError(
-        f"prepare: expected {what}, got {share} in {numbered(int(failed['inputs']), 'input')} that failed: "
-        f"{examples}. {f'{advice}. ' * bool(advice)}They are listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove "
-        "them; finished work is kept."
-        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (failed['share'] < 1 or not is_known)}"
+        "prepare: expected "
+        f"{f'at most {limit:.1%} of the input to fail' if lost > limit else 'that named inputs can be read'}, got "
+        f"{f'{lost:.1%} of its bytes' if is_known else 'an unknown share'} in "
+        f"{numbered(int(failed['inputs']), 'input')} that failed: {examples}. {f'{advice} ' * bool(advice)}They are "
+        f"listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove them; finished work is kept."
+        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (not unread and (lost < 1 or not is_known))}"
     )
 
 
@@ -401,7 +406,7 @@ def _run(run: PrepareRun, job: _Job) -> PrepareResult:
             run.work.remove_all()
         return existing
     run.work.directory("")  # This user's alone: what lies there is believed.
-    reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
+    run.progress.unfinished = reserve(run.store, key, run.on_message, exclusive=not run.is_shared)
     try:
         return _run_tasks(run, job, lineage, key)
     except (OSError, ForebayError):
@@ -424,10 +429,9 @@ def _check_code(run: PrepareRun, key: str, output: Output) -> None:
             if (was := before.get(name, now)) != now and (is_done or was[0] == now[0])
         ]  # fmt: skip
         if changed:
-            advice = "Choose another directory, or remove this one" if is_done else "Give it another version"
             raise UsageError(
                 f"prepare: expected the code that {run.store.url} was made with, got another of {', '.join(changed)}. "
-                f"{advice}."
+                f"{'Choose another directory, or remove this one' if is_done else 'Give it another version'}."
             )
 
 
@@ -489,6 +493,8 @@ def _compile_kernels(run: PrepareRun, formats: Collection[str]) -> None:
     if not groups:
         return
     count = run.count_tasks("kernels", len(groups), "group")
+    if run.progress.on_progress is None:
+        run.on_message(f"compiling kernels, once on this machine: {', '.join(group.name for group in groups)}")
 
     def add(index: int, seconds: float) -> None:
         usage = Usage({"kernels": seconds})

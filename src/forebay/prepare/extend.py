@@ -94,8 +94,7 @@ def _check_dedup(parent: Dataset, dedup: Dedup) -> None:
     if signature_files(parent, dedup):
         return
     if dedup.own:
-        names = ", ".join(method.name for method in dedup.own)
-        _refuse(parent, "methods that compare text", f"{names}. {advice}")
+        _refuse(parent, "methods that compare text", f"{', '.join(method.name for method in dedup.own)}. {advice}")
     if dedup.url and DOCUMENTS_FILE not in parent.manifest.listed_files:
         _refuse(parent, f"a dataset with {DOCUMENTS_FILE}, which has the addresses", f"none. {advice}")
     if parent.manifest.layout == "rows" or "fim" in before:

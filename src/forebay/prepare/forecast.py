@@ -20,6 +20,7 @@ _EXPECTED_S = {
     "tokens out": 0.005,
 }
 """Seconds of a process for each MB of text, on a server's core: of stages of which no task is finished yet."""
+_GROUP_S = 4.0  # Of a process, for a group of kernels.
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class StageProgress:
         A pace is that of the last tasks of a kind. A stage whose kinds are not told apart may expect a time before.
         """
         remaining = {kind: units for kind, units in self._remaining.items() if units > 0}
+        if self.name == "kernels":
+            return _GROUP_S * sum(remaining.values()) / num_workers
         if remaining and not self._paces.keys() >= remaining.keys():
             if not expected_s:
                 return None

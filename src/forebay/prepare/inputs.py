@@ -28,6 +28,7 @@ from forebay.errors import (
     PrintableUrl,
     UnreadableInputError,
     UsageError,
+    listed,
     printable,
     unknown_name,
 )
@@ -49,7 +50,7 @@ from forebay.formats.inputs import (
     local_file,
     open_stored,
 )
-from forebay.formats.records import SHOWN_CHARS, Record, keys_of, to_record
+from forebay.formats.records import SHOWN_CHARS, Record, has_pairs, keys_of, to_record
 from forebay.prepare.path_lists import is_path_list, list_paths, measured
 from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.addresses import is_hidden, is_url, path_or_url
@@ -67,6 +68,7 @@ log = logging.getLogger("forebay.prepare")
 _ASSETS = re.compile(
     r"\.(svg|css|[mc]?js|map|md5|sha\d+|cdxj?(\.\w+)?)$|\b(md5|sha\d+)sums?(\.txt)?$|multistream-index\d*\.txt", re.I
 )
+_FORCE = "Force a format with --set read.format=NAME, or leave it out"
 _MAX_ROWS = 100  # That tell which fields have text.
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
@@ -296,14 +298,9 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             raise PrepareError(reason if is_ours else f"{file.path}: {reason}.") from error
         return Skipped(file.path, reason.removeprefix(f"{file.path}: "), "failed", file.bytes)
     if is_named and head:
-        advice = (
-            "Unpack or convert it first."
-            if reason in ARCHIVES.values()
-            else "Force a format with --set read.format=NAME, or leave it out; forebay convert reads tokens and images."
-        )
         raise PrepareError(
             f"{file.path}: expected one of {', '.join(names)}, got {reason} (it begins with bytes "
-            f"{head[:8].hex(' ')}). {advice}"
+            f"{head[:8].hex(' ')}). {'Unpack or convert it first' if reason in ARCHIVES.values() else _FORCE + '; forebay convert reads tokens and images'}."
         )
     return Skipped(file.path, reason)
 
@@ -313,7 +310,7 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
 
     Raises UnreadableInputError if a file of columns has no such field.
     """
-    reader, names, columns, rows = text_format(file.format), list[str](), list[str](), list[Any]()
+    reader, names, columns, rows = text_format(file.format), list[str](), list[Any](), list[Any]()
     is_named = bool(options.text_keys) or keys_of(options)[0] != [TEXT_KEYS[0]]
     try:
         if isinstance(reader, ColumnFormat):
@@ -323,7 +320,7 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
                 if is_named:
                     select_columns(schema, options, file)
                 names = [field.name for field in schema if is_text(field.type) or str(field.type) == "null"]
-                columns = [f"{field.name}: {field.type}" for field in schema]
+                columns = list(schema)
         elif file.format in ("jsonl", "json", "csv"):
             head = unpacked_head(io.BytesIO(sample), file.compression, SAMPLE_BYTES) if file.compression else sample
             text = head.decode(file.encoding or "utf-8-sig", "replace")
@@ -339,9 +336,9 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
     columns = columns or names
     field = next((key for key in TEXT_KEYS if key in names), "")
     if columns and not field and file.format not in ("jsonl", "json"):  # whose later rows may have one
-        got = printable(", ".join(columns))[:300]
         raise UnreadableInputError(
-            f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got {got}. "
+            f"{file.path}: expected a column of text named {', '.join(TEXT_KEYS)}, got "
+            f"{listed(columns)}. "
             'Name it beside those of other files (--set \'read.text_key=["text", "NAME"]\'), or by its number in a '
             "CSV without a header (--set read.text_key=0)."
         )
@@ -355,7 +352,7 @@ def _with_missing(file: InputFile, options: ReadOptions, rows: Sequence[Any]) ->
     if 2 * len(missing) < len(rows) or not missing:
         return file
     is_plain = not (file.compression or file.encoding or "://" in file.path)
-    is_elsewhere = is_plain and _is_elsewhere(InputSplit((file,)), keys_of(options)[0])
+    is_elsewhere = is_plain and _is_elsewhere(InputSplit((file,)), options)
     if len(missing) == len(rows) and not is_elsewhere:
         return replace(file, missing=missing[0], is_textless=True)
     count = f"in {len(missing)} of the first {len(rows)} records"
@@ -475,19 +472,20 @@ def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions)
             empty = 0
             documents += 1
             budget.spend(len(record.text) + len(record.url) + len(record.id))
-    if missing and not has_key and not _is_elsewhere(split, keys_of(options)[0]):
+    if missing and not has_key and not _is_elsewhere(split, options):
         yield replace(record, problem=missing, failed=True)
 
 
-def _is_elsewhere(split: InputSplit, keys: Sequence[str]) -> bool:
-    """Whether a key is in another part of the file, by its bytes at evenly spaced places."""
-    (file,) = split.files
+def _is_elsewhere(split: InputSplit, options: ReadOptions) -> bool:
+    """Whether a key, or both of a pair, is in another part of the file, by its bytes at evenly spaced places."""
+    (file,), keys, present = split.files, keys_of(options)[0], set[str]()
     if split.bytes >= file.bytes:
         return False
     with open_stored(replace(file, extent=None), is_random=True) as stored:
         for index in range(_LOOKS):
             stored.seek(index * file.bytes // _LOOKS)
             data = stored.read(_LOOK_BYTES)
-            if any(json.dumps(key.rpartition(".")[2]).encode() in data for key in keys):
+            present.update(key for key in keys if json.dumps(key.rpartition(".")[2]).encode() in data)
+            if len(present) > has_pairs(options):
                 return True
     return False

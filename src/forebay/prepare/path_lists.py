@@ -131,8 +131,10 @@ def _read(name: PrintableUrl) -> bytes:
         folder = RemoteFolder(above)
         remote = folder.find(file)
         if remote is None or not remote.size:
-            problem = "an empty file" if remote is not None else "nothing there"
-            raise PrepareError(f"{name}: expected a list of paths, got {problem}. Check the name.")
+            raise PrepareError(
+                f"{name}: expected a list of paths, got {'an empty file' if remote else 'nothing there'}. Check "
+                "the name."
+            )
         data = folder.read(file, 0, min(remote.size, MAX_LIST_BYTES + 1))
     else:
         with open_stored(InputFile(name, name, "", "", 0, "")) as stream:

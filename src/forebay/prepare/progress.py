@@ -123,9 +123,11 @@ def render_failures(failures: Sequence[Record]) -> str:
     lines: list[str] = []
     for failure in failures:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure["failed_at"]))
-        host = " ".join(filter(None, (failure["host"] or "an unknown host", failure["node"])))
         lines += ["", f"failed task: {failure['task']}"]
-        lines.append(f"  {failure['step']}, attempt {failure['attempt']}, {moment}, process {failure['pid']} of {host}")
+        lines.append(
+            f"  {failure['step']}, attempt {failure['attempt']}, {moment}, process {failure['pid']} of "
+            f"{failure['host'] or 'an unknown host'} {failure['node']}".rstrip()
+        )
         if failure["peak_bytes"]:
             lines.append(f"  memory of the process: at most {format_bytes(failure['peak_bytes'])}")
         lines += textwrap.wrap(failure["reason"], 100, initial_indent="  ", subsequent_indent="  ")
@@ -186,6 +188,7 @@ class ProgressRecord:
     result_of: str = "task"  # What the next result is of: "task" of this process, "earlier", "other" processes.
     task_s: float = 0.0  # How long the task took whose result comes next.
     step: str = ""  # Of the tasks that run.
+    unfinished: str = ""  # An unfinished run that is there, which is not told yet.
 
     def __post_init__(self) -> None:
         self._stages: dict[str, StageProgress] = {}
@@ -544,8 +547,8 @@ def _common_state(members: Sequence[Record]) -> tuple[str, str]:
         return "failed", f"job {failed['member']} ({failed['host']}): {failed['error']}"
     if ended := by_state.get("ended"):
         return "ended", ended["error"]
-    gone = [member for member in members if member["state"] in ("silent", "lost")]
-    return "interrupted", f"{len(gone)} of {len(members)} processes are gone, the others were stopped"
+    gone = sum(member["state"] in ("silent", "lost") for member in members)
+    return "interrupted", f"{gone} of {len(members)} processes are gone, the others were stopped"
 
 
 def _merged_stages(records: Sequence[Record], active: Sequence[Record]) -> list[Json]:

@@ -33,6 +33,7 @@ from forebay.prepare.charts import (
     sample_lines,
     share,
     short,
+    tokens_name,
 )
 from forebay.prepare.progress import read_progress
 from forebay.storage.addresses import is_url
@@ -230,11 +231,11 @@ def times_table(record: Report) -> Table:
     ]  # fmt: skip
     stopped = [stage for stage in record["stages"] if stage["stopped_at"]]
     durations = {stage["stage"]: format_seconds(stage["stopped_at"] - stage["started_at"]) for stage in stopped}
-    steps = ", ".join(map(" ".join, durations.items()))
     compiling = f" ({durations['kernels']})" if "kernels" in durations else ""
     description = (
         f"{format_seconds(record['wall_s'])} with {record['num_workers']} processes, {format_seconds(total)} of CPU, "
-        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps of the last call: {steps or 'none'}. CPU is "
+        f"at most {format_bytes(record['peak_bytes'])} in a process. Steps of the last call: "
+        f"{', '.join(map(' '.join, durations.items())) or 'none'}. CPU is "
         f"without the compilation of kernels{compiling}. All but this section depends on input and recipe alone."
     )
     attempts = [
@@ -262,8 +263,10 @@ def render_text(report: Report, times: Report | None = None) -> str:
             lines += textwrap.wrap(text, 80, initial_indent=f"{label:<22}", subsequent_indent=" " * 22)
     if times and times["cpu_s"]:
         cpu = sorted(times["cpu_s"].items(), key=lambda item: -item[1])
-        longest = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in cpu[:6])
-        words = f"{format_seconds(times['wall_s'])}, {format_seconds(sum(times['cpu_s'].values()))} of CPU: {longest}"
+        words = (
+            f"{format_seconds(times['wall_s'])}, {format_seconds(sum(times['cpu_s'].values()))} of CPU: "
+            f"{', '.join(f'{name} {format_seconds(seconds)}' for name, seconds in cpu[:6])}"
+        )
         lines += ["", *textwrap.wrap(words, 80, initial_indent="time  ", subsequent_indent="      ")]
         lines.append(f"tasks {count(times['tasks'])}, {count(times['num_retries'])} repeated")
     return "\n".join(cut(printable(line), 80).rstrip() for line in lines) + "\n"
@@ -293,7 +296,7 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
             format_bytes(t["bytes_out"]),
             f"{share(t['bytes_out'], t['bytes_in'])} of the {format_bytes(t['bytes_in'])} read, unpacked",
         ),
-        ("tokens", short(t["tokens"]), f"in {numbered(t['slices'], 'slice')}" if t["slices"] else ""),
+        (tokens_name(report), short(t["tokens"]), f"in {numbered(t['slices'], 'slice')}" if t["slices"] else ""),
         ("malformed", count(t["malformed"]), f"{share(t['malformed'], total)} of what was read"),
     ]
 

@@ -34,8 +34,10 @@ from forebay.prepare.sampling import Sampling
 from forebay.prepare.stats import Usage
 from forebay.storage.listing import count_reasons
 from forebay.storage.store import BUCKET_WRITE_S, Store
+from forebay.units import numbered
 
 _POLL_S = 1.0
+_UNFINISHED = "an unfinished run"
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -171,7 +173,12 @@ class PrepareRun:
         committing = Committing(self.work, run)
         names = [name_of(task) for task in tasks]
         finished = {name: result for name, result in committing.load_all(names).items() if is_valid(result)}
-        self.progress.result_of = "earlier"
+        if (unfinished := self.progress.unfinished) and (finished or unfinished != _UNFINISHED):
+            self.on_message(
+                f"{self.store.url} has {unfinished}; what is the same is kept: {len(finished):,} of "
+                f"{numbered(len(set(names)), 'task')} that read text"
+            )
+        self.progress.unfinished, self.progress.result_of = "", "earlier"
         for index, name in enumerate(names):
             if name in finished:
                 on_result(index, finished[name])
@@ -249,19 +256,21 @@ def plan(
     }
 
 
-def reserve(store: Store, key: str, on_message: Callable[[str], None], *, exclusive: bool) -> None:
-    """Take an output for runs of a key. UsageError if a run of another key is alive there.
+def reserve(store: Store, key: str, on_message: Callable[[str], None], *, exclusive: bool) -> str:
+    """Take an output for runs of a key, and return what is there: "" is nothing.
+
+    Raises UsageError if a run of another key is alive there.
 
     `exclusive`: The caller has a lock that no other run has.
     """
     data = json.dumps({"key": key}).encode()
-    if store.create(RUN_FILE, data) or store.read(RUN_FILE) == data:
-        return
+    if store.create(RUN_FILE, data):
+        return ""
+    if store.read(RUN_FILE) == data:
+        return _UNFINISHED
+    unfinished = f"{_UNFINISHED} of other inputs or settings"
     if not exclusive:
-        on_message(
-            f"{store.url}: an unfinished run of other inputs or settings is there: waiting {3 * BUCKET_WRITE_S:.0f} s "
-            "to see whether it is alive"
-        )
+        on_message(f"{store.url} has {unfinished}: waiting {3 * BUCKET_WRITE_S:.0f} s to see whether it is alive")
         first, deadline = _records(store), time.monotonic() + 3 * BUCKET_WRITE_S
         while first and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -271,6 +280,7 @@ def reserve(store: Store, key: str, on_message: Callable[[str], None], *, exclus
                     "choose another."
                 )
     store.write(RUN_FILE, data)
+    return unfinished
 
 
 def _records(store: Store) -> dict[str, bytes]:
@@ -299,4 +309,5 @@ def disk_errors(store: Store) -> Iterator[None]:
             ) from error
         raise PrepareError(
             f"{error.filename or store.url}: cannot write the dataset: {error.strerror or error}."
+            f"{' Raise the limit (ulimit -f); finished work is kept.' * (error.errno == errno.EFBIG)}"
         ) from error

@@ -89,19 +89,24 @@ def train(run: PrepareRun, texts: Sequence[TextResult]) -> tokenizers.TokenizerF
         size = min(tokenizers.SAMPLE_BYTES, sum(text.bytes_out for text in texts))
         run.progress.begin("tokenizer", {"": size}, "B", 1)
         run.on_message(f"training a tokenizer of {vocab:,} tokens on {format_bytes(size)} of text")
-        read = 0
+        read, is_ended = 0, False
 
         def sample() -> Iterator[str]:
             nonlocal read
             for text in sample_texts(run.work, parts, seed):
+                if is_ended:
+                    raise InterruptedError
                 read += len(text.encode())
                 yield text
 
         started = time.process_time()
         with ThreadPoolExecutor(1) as pool:  # so that the time can be shown meanwhile
             training = pool.submit(tokenizers.train_tokenizer, sample(), vocab)
-            while not wait([training], TICK_S).done:
-                run.progress.tick(int(_READ_SHARE * read))
+            try:
+                while not wait([training], TICK_S).done:
+                    run.progress.tick(int(_READ_SHARE * read))
+            finally:
+                is_ended = True
         run.work.create(name, training.result().data)
         run.progress.add(usage := Usage({TRAINING: time.process_time() - started}), None)
         run.usage.add(usage)

@@ -154,13 +154,14 @@ def by_cause(skipped: Iterable[Skipped]) -> list[list[Skipped]]:
 
 def first_paths(files: Sequence[Skipped]) -> str:
     """Return the first names, safe to print on a terminal."""
-    return ", ".join(printable(file.path) for file in files[:3]) + (", …" if len(files) > 3 else "")
+    return ", ".join(printable(file.path) for file in files[:3]) + ", …" * (len(files) > 3)
 
 
 def describe_skipped(skipped: Iterable[Skipped]) -> list[str]:
     """Return a line for each cause, with the first reason and the first names."""
     return [
-        f"left out {len(files):,}{' that failed' * (files[0].status == 'failed')}: {files[0].reason} "
+        f"left out {len(files):,}{' that failed' * (files[0].status == 'failed')}"
+        f"{', the first because' * (len({file.reason for file in files}) > 1)}: {files[0].reason} "
         f"({first_paths(files)})"
         for files in by_cause(skipped)
     ]

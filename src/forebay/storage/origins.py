@@ -228,13 +228,13 @@ class RemoteDataset(Dataset):
                 yield read_whole(source, CHUNKS_FILE, start, start + num_bytes)
 
     def file_state(self, name: str, size: int | None, sha256: str) -> str:
-        """The best state of a file at any source, read and not stored: "", "changed" or "missing"."""
+        """The best state of a file at any source, read and not stored: "", "changed", "cut" or "missing"."""
         states = set[str]()
         for source in self.origin.sources():
             states.add(object_state(source, name, size, sha256, self.table.chunk_bytes))
             if "" in states:
                 return ""
-        return "changed" if "changed" in states else "missing"
+        return min(states, key=("changed", "cut", "missing").index, default="missing")
 
     def _state_of_chunks(self) -> str:
         if self._has_all_leaves():
@@ -264,7 +264,7 @@ def _has_bytes(source: Origin, name: str) -> bool:
 
 
 def object_state(source: Origin, name: str, size: int | None, sha256: str, chunk_bytes: int) -> str:
-    """Read an object, and return how it compares with its hash: "", "changed" or "missing"."""
+    """Read an object, and return how it compares with its hash: "", "changed", "cut" or "missing"."""
     hasher = ChunkHasher(_MAX_SMALL_BYTES if size is None else chunk_bytes)
     try:
         if size is None:
@@ -273,7 +273,7 @@ def object_state(source: Origin, name: str, size: int | None, sha256: str, chunk
             hasher.update(chunk)
         return "" if root_of(hasher.leaves()) == sha256 else "changed"
     except PermanentError:
-        return "changed" if _has_bytes(source, name) else "missing"  # If it exists, it is shorter.
+        return "cut" if _has_bytes(source, name) else "missing"
     except ProtocolError:
         return "changed"
     except TransientError as error:

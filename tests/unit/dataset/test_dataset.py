@@ -87,7 +87,7 @@ def test_other_formats_are_refused(version, tmp_path, capsys):
         open_dataset(tmp_path)
     assert main(["verify", str(tmp_path), "-q"]) == 1
     output = capsys.readouterr()
-    assert output.out == "bad: manifest.json\n" and output.err.strip() in str(error.value)
+    assert output.out == "changed: manifest.json\n" and output.err.strip() in str(error.value)
 
 
 _DTYPES = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "?"]

@@ -31,13 +31,13 @@ def test_a_url_is_verified_as_it_streams_and_bad_slices_are_named(served, capsys
     assert json.loads(local) == json.loads(remote)
     server.faults.drop, server.faults.truncate = 0.2, 0.3
     assert main(["verify", server.url, "--json", "--quiet"]) == 0
-    assert printed(capsys) == {"ok": True, "bad": [], "level": "hash", "checks": ["SHA-256 of every file"]}
+    assert printed(capsys)["level"] == "hash"
     server.faults.drop = server.faults.truncate = 0.0
     server.faults.corrupt["3.safetensors"] = 60_000
     server.faults.missing.add("1.safetensors")
     (folder / "4.safetensors").write_bytes((folder / "4.safetensors").read_bytes()[:-10])
-    assert main(["verify", server.url, "--json", "--quiet"]) == 1
-    assert printed(capsys)["bad"] == ["1.safetensors", "3.safetensors", "4.safetensors"]
+    assert main(["verify", server.url, "--quiet"]) == 1
+    assert capsys.readouterr().out == "missing: 1.safetensors\nchanged: 3.safetensors\ncut: 4.safetensors\n"
     report = open_remote(server.url).verify()
     assert report.missing == ["1.safetensors"] and sorted(report.changed) == ["3.safetensors", "4.safetensors"]
     for name, value in server.s3_environment.items():

@@ -38,7 +38,7 @@ def test_a_bar_of_a_terminal_never_starts_again_in_a_stage(monkeypatch, clock):
             clock.now += 1
             bar.update(Progress("slice", done, 2, "slice"))
     shown = terminal.getvalue().replace("\r", "\n")
-    assert "50%|#####     | 50 B of 100 B after 31 s, about 90 s left in all, 1,000 docs/s, 2 MB/s, kept 61" in shown
+    assert "50%|#####     | 50 B of 100 B after 31 s, about 90 s left in all, 1 k docs/s, 2 MB/s, kept 61" in shown
     assert "\n50%|#####     | 50 B of 100 B after 62 s, about 80 s left in all" in shown.replace("filter:  ", "")
     assert " 20 B" not in shown and "\na message\n" in shown and "1 of 2 slices" in shown
 
@@ -53,7 +53,10 @@ def test_lines_without_a_terminal_have_units_and_the_time_left(monkeypatch, cloc
                     each.update(Progress("text", done, total, unit, remaining_s=0.0 if done else remaining_s))
                 clock.now += 10
     with PrepareBar() as shown:
-        shown.update(Progress("kernels", 0, 6, "group"))
+        shown.update(Progress("kernels", 0, 6, "group", remaining_s=12.0))
+        for _ in range(4):  # The first line of a stage comes after three seconds.
+            shown.update(Progress("encode", 2, 9, "B", documents_per_s=0.25))
+            clock.now += 1.5
     with progress.bar("train", 29_000, "sample") as advance:
         for count in (14_500, -100):
             clock.now += 10
@@ -65,7 +68,9 @@ def test_lines_without_a_terminal_have_units_and_the_time_left(monkeypatch, cloc
         "text: 0 of 1 slice after 10 s, about 31 s left in all",
         "text: 1 of 1 slice after 20 s",
         "text: 1 of 1 slice after 30 s",
-        "kernels: 0 of 6 groups after 0 s, compiled once on this machine",
+        "kernels: 0 of 6 groups after 0 s, compiled once on this machine, about 12 s left",
+        "encode: 2 B of 9 B after 3 s, time left not known yet, 0.25 docs/s",
+        "encode: 2 B of 9 B after 6 s, time left not known yet, 0.25 docs/s",
         "train: 14,500 of 29,000 samples after 10 s, 10 s left, 1,450 samples/s",
         "train: 14,500 of 29,000 samples after 20 s, 20 s left, 725 samples/s",
     ]

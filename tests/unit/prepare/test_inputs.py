@@ -30,6 +30,7 @@ from forebay.storage.listing import Skipped
 from support.preparing import InProcessWorker, prepare, read_lines, write_jsonl
 
 NO_PAGES = b"WARC/1.0\r\nWARC-Type: request\r\nContent-Length: 3\r\n\r\nGET\r\n\r\n"
+PAGE = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 1400\r\n\r\n%s\r\n\r\n" % (b"a text " * 200)
 LENIENT = {"max_error_rate": 0.5}
 
 
@@ -106,6 +107,7 @@ FAILURES = {
     "a crawl without pages": ("bad.warc", NO_PAGES, "expected responses", 1),
     "gzip damaged in the middle": ("bad.jsonl.gz", damaged(gzip.compress(LINES)), "damaged gz", HALF),
     "gzip that is cut": ("bad.jsonl.gz", gzip.compress(LINES)[:-9], "ends early", 0),
+    "a packed crawl that is cut": ("bad.warc.gz", gzip.compress(PAGE) * 9 + gzip.compress(PAGE)[:-9], "ends early", 0),
     "the rest given up": ("bad.jsonl", GOOD_ROW * 10 + BAD_ROW * 150 + GOOD_ROW * 200, "the rest is left out", 0.9),
 }  # fmt: skip
 

@@ -67,10 +67,13 @@ def test_what_is_left_out_is_said_once_a_reason(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git/x.txt").write_text("x")
     (tmp_path / "empty").touch()
+    for name in ("title", "name"):  # of one cause
+        (tmp_path / f"{name}.csv").write_text(f"{name}\nhello\n")
     with pytest.raises(PrepareError, match="expected input files, got none") as error:
         find_inputs(tmp_path, ReadOptions())
     assert "left out 1: hidden" in str(error.value) and "left out 4: binary data of no known format" in str(error.value)
     assert "\x1b" not in str(error.value)
+    assert "left out 2 that failed, the first because: expected a column of text named text, " in str(error.value)
 
 
 def test_a_stream_logs_what_it_leaves_out(tmp_path, caplog):

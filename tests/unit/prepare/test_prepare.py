@@ -1,6 +1,7 @@
 """Prepare's laws: every document once and whole, the same again, and a clear message for bad input."""
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 
@@ -125,11 +126,30 @@ def test_wrong_use(source, tmp_path):
             prepare(tmp_path / name, tmp_path / "d", **changes)
 
 
+def test_an_interrupt_ends_the_training_of_a_tokenizer(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("forebay.prepare.run_tokenizer.sample_texts", lambda *_: itertools.repeat("a text"))
+    monkeypatch.setattr("forebay.prepare.progress.WRITE_S", 0.0)
+
+    def interrupt(progress):
+        if progress.stage == "tokenizer" and progress.done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "d", tokenizer="train:300", on_progress=interrupt)
+
+
 def test_full_disk(source, tmp_path, monkeypatch):
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise OSError(numbers.pop(), "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(PrepareError, match="no space left"):
+    messages, numbers = [], [27, 28]
+    with monkeypatch.context() as patch:
         patch.setattr(slicing, "write_token_slice", full)
-        prepare(source, tmp_path / "d")
-    assert prepare(source, tmp_path / "d").documents_out == 300
+        for words in ("no space left", r"Raise the limit \(ulimit -f\)"):
+            with pytest.raises(PrepareError, match=words):
+                prepare(source, tmp_path / "d", on_message=messages.append)
+    assert prepare(source, tmp_path / "d", slice_bytes=8192, on_message=messages.append).documents_out == 300
+    assert [message.partition(" has ")[2] for message in messages] == [
+        "an unfinished run; what is the same is kept: 18 of 18 tasks that read text",
+        "an unfinished run of other inputs or settings; what is the same is kept: 18 of 18 tasks that read text",
+    ]

@@ -43,7 +43,7 @@ def example(text: str = "") -> dict:
         "name": text or "small",
         "id": text,
         "created_with": text,
-        "recipe": {"dedup": {"ngram": 5, "text": [text]}},
+        "recipe": {"dedup": {"ngram": 5, "text": [text]}, "tokenize": {"tokenizer": text or "bytes"}},
         "totals": {**counts, "tokens": 391_223_114, "slices": 12, "malformed": 412},
         "inputs": [
             {"name": text or str(i), "format": text, "bytes": 98, "documents": 12, "malformed": 0} for i in range(64)
@@ -75,7 +75,16 @@ def test_the_page_loads_nothing_and_each_rule_leads_to_what_it_dropped():
 
 def test_it_shows_the_figures():
     text = page_text(render(example()))
-    shown = ("1,284,113", "391 M", "minhash_dedup", "61,223", "48,121", "14 more inputs", "zh", '"ngram": 5')
+    shown = (
+        "1,284,113",
+        "tokens (bytes)\n\n\n391 M",
+        "minhash_dedup",
+        "61,223",
+        "48,121",
+        "14 more inputs",
+        "zh",
+        '"ngram": 5',
+    )
     assert all(figure in text for figure in shown) and "403 more are not shown" in text
     lines = render_text(example()).splitlines()
     assert all(len(line) <= 80 for line in lines)

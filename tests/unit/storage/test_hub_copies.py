@@ -154,12 +154,15 @@ def test_a_tokenizer_by_its_name_or_alias(hub):
     assert hub.bytes_sent.keys() == {"tokenizer.json", "tokenizer_config.json"}
     hub.close()
     assert load_tokenizer("codegen-350M").data == result.data
-    with pytest.raises(DownloadError, match="Failed to download tokenizer 'gpt2'"):
-        load_tokenizer("gpt2")
+    for name, hint in (("gpt2", ""), ("byte", r" Did you mean 'bytes'\?")):
+        with pytest.raises(DownloadError, match=f"Failed to download tokenizer '{name}'.* which need none.{hint}$"):
+            load_tokenizer(name)
 
 
 def test_tokenizers_that_are_not_there(hub, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file.* Did you mean 'gpt2'\?"
+    ):
         load_tokenizer("gtp2")
     model = write_repo(hub.directory / "models/a/slow")
     (model / "vocab.txt").write_text("a\nb\n")

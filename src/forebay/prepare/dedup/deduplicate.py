@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.arrays import F64, Array
-from forebay.errors import PrepareError
+from forebay.errors import PrepareError, listed
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut, hash_units
 from forebay.prepare.dedup.methods import Dedup, Overlap, Signed, Substring, Unit
@@ -106,9 +106,9 @@ def _scores(batch: pa.RecordBatch, name: str) -> F64:
     column = batch.column(name) if name in batch.schema.names else None
     numeric = column is not None and (pa.types.is_floating(column.type) or pa.types.is_integer(column.type))
     if column is None or not numeric:
-        got = f"a column of {column.type}" if column is not None else f"columns {', '.join(batch.schema.names)}"
         raise PrepareError(
-            f"dedup.score: expected a column of numbers {name!r}, got {got}. A stage makes it, or [read.columns] with "
+            f"dedup.score: expected a column of numbers {name!r}, got columns {listed(batch.schema)}. A stage makes "
+            "it, or [read.columns] with "
             f'{name} = "number" reads it.'
         )
     scores = column.cast(pa.float64()).fill_null(-np.inf).to_numpy(zero_copy_only=False)

@@ -79,8 +79,10 @@ class ShareEngine(LocalEngine):
                 if unclaimed or results:
                     pause_s = _MIN_POLL_S
                 elif positions:
-                    what = ", ".join(label(tasks[p]) for p in list(positions.values())[:3])
-                    awaited = f"{len(positions)} tasks of other processes ({', '.join(self._beats)}): {what}"
+                    awaited = (
+                        f"{len(positions)} tasks of other processes ({', '.join(self._beats)}): "
+                        f"{', '.join(label(tasks[p]) for p in list(positions.values())[:3])}"
+                    )
                     self._tick()
                     time.sleep(pause_s)
                     pause_s = min(_MAX_POLL_S, 1.5 * pause_s)

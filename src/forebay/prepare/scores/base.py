@@ -136,9 +136,9 @@ class Score(Stage):
         for ending, kind in self.scorer.columns.items():
             values = output.get(ending)
             if values is None or len(values) != rows:
-                got = "none" if values is None else f"one of {len(values)} rows"
                 raise PrepareError(
-                    f"{self.name}: expected a column {ending!r} of {rows} rows, got {got}. Fix the scorer {self.use}."
+                    f"{self.name}: expected a column {ending!r} of {rows} rows, got "
+                    f"{'none' if values is None else f'one of {len(values)} rows'}. Fix the scorer {self.use}."
                 )
             column = pa.array(values) if not isinstance(values, pa.Array) else values
             column = column.cast(TYPES[kind]).fill_null(float("nan") if kind == "number" else "")
@@ -165,10 +165,10 @@ def number_column(batch: pa.RecordBatch, name: str, what: str) -> Any:
 def named_column(batch: pa.RecordBatch, name: str, what: str) -> pa.Array:
     """A column of a batch by its name. Raises PrepareError with those that there are."""
     if name not in batch.schema.names:
-        columns = ", ".join(n for n in batch.schema.names if n not in ("place", "html", "text", "where", "text_bytes"))
         raise PrepareError(
-            f"{what}: expected a column {name!r}, got {columns}. Put its [score.NAME] before, or name a field of the "
-            "input in [read.columns]."
+            f"{what}: expected a column {name!r}, got "
+            f"{', '.join(n for n in batch.schema.names if n not in ('place', 'html', 'text', 'where', 'text_bytes'))}. "
+            "Put its [score.NAME] before, or name a field of the input in [read.columns]."
         )
     return batch.column(name)
 

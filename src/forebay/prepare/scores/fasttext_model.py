@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from forebay.arrays import F32, I64, U8, Array
 from forebay.base import Json
-from forebay.errors import UsageError
+from forebay.errors import UsageError, error_text, listed
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.scores import fasttext_kernels as kernels
 
@@ -60,8 +60,7 @@ class FastTextModel:
         """The column of a label, with or without its prefix. Raises UsageError if there is none."""
         name = label.removeprefix(_PREFIX.decode())
         if name not in self.labels:
-            shown = ", ".join(self.labels[:10]) + (", …" if len(self.labels) > 10 else "")
-            raise UsageError(f"label: expected one of the model's labels ({shown}), got {label!r}")
+            raise UsageError(f"label: expected one of the model's labels ({listed(self.labels)}), got {label!r}")
         return self.labels.index(name)
 
 
@@ -72,8 +71,7 @@ def load_model(path: str) -> FastTextModel:
         with Path(path).open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"model: expected a fastText model, got no file that reads at {path} ({reason})") from error
+        raise UsageError(f"model: expected a fastText model, got no file at {path} ({error_text(error)})") from error
     return _Parser(path, np.frombuffer(data, np.uint8)).model()
 
 

@@ -71,9 +71,8 @@ class TextTask(StagesTask):
 
     @property
     def label(self) -> str:
-        more = f" and {len(self.split.files) - 1} more" if len(self.split.files) > 1 else ""
-        start = f" from {self.split.start}" if self.split.start else ""
-        return f"{self.split.files[0].path}{start}{more}"
+        (first, *others), start = self.split.files, self.split.start
+        return f"{first.path}{f' from {start}' * bool(start)}{f' and {len(others)} more' * bool(others)}"
 
     @property
     def position(self) -> tuple[str, int]:
@@ -307,7 +306,7 @@ class _Reader(Rejects):
             unread = self._trace.unread_bytes(self._split) if self.num_texts else self._task.split.bytes
         else:
             unread = record.unread
-        if unread or record.failed:
+        if unread or record.failed or record.is_cut:
             reason, before, records = self.failed.get(str(index), (record.problem, 0, 0))
             self.failed[str(index)] = reason, before + unread, records + (not record.missing)
 

@@ -21,7 +21,15 @@ from tokenizers import Tokenizer as HubTokenizer
 from forebay.arrays import Array, DType
 from forebay.base import Json
 from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.errors import PrepareError, UnknownDatasetError, UsageError, error_text
+from forebay.errors import (
+    DownloadError,
+    PrepareError,
+    UnknownDatasetError,
+    UsageError,
+    did_you_mean,
+    error_text,
+    listed,
+)
 from forebay.plugins import check_code, load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
@@ -165,22 +173,27 @@ def load_tokenizer(
         path = path / "tokenizer.json"
     if path.is_file():
         return _describe(Path(spec).name, path.read_bytes(), eos, bos, folder=folder)
+    names = {"bytes", "gpt2", *ALIASES, "train:" + re.sub(r"\D", "", spec)}
+    hint = did_you_mean(spec, sorted(names - {spec}))
     if not re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", spec) or spec.endswith(".json"):
         raise UsageError(
             f"tokenizer {spec!r}: expected a tokenizer.json, a directory with one, a hub name, `bytes` "
-            "or, for `forebay prepare`, `train:VOCAB`; there is no such file. Check the path."
+            f"or, for `forebay prepare`, `train:VOCAB`; there is no such file. Check the path.{hint}"
         )
-    return _from_hub(spec, eos, bos)
+    return _from_hub(spec, eos, bos, hint)
 
 
-def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
+def _from_hub(spec: str, eos: bool | str, bos: bool | str, hint: str) -> TokenizerFile:
     try:
         folder = fetch_tokenizer(ALIASES.get(spec, spec))
     except UnknownDatasetError as error:
         raise UnknownDatasetError(
             f"Tokenizer {spec!r} not found: there is no such file, and no such model on {hub_endpoint()}. Give a "
-            "tokenizer.json that is on this machine, a model's full name, `bytes`, or `train:VOCAB`."
+            f"tokenizer.json that is on this machine, a model's full name, `bytes`, or `train:VOCAB`.{hint}"
         ) from error
+    except DownloadError as error:
+        error.args = (f"{error}{hint}",)
+        raise
     path = folder / "tokenizer.json"
     if path.is_file():
         return _describe(spec, path.read_bytes(), eos, bos, folder=folder)
@@ -242,10 +255,10 @@ def _describe(
         if name is None:
             if choice == AUTO:
                 return None
-            special = ", ".join(special_names(data)[:12]) or "no special token at all"
             raise UsageError(
                 f"tokenizer {description!r}: expected {key} to be one of {', '.join(filter(None, names))}; the "
-                f"vocabulary has {special}. Name one of its tokens, or set {key} = false."
+                f"vocabulary has {listed(special_names(data)) or 'no special token at all'}. Name one of its "
+                f"tokens, or set {key} = false."
             )
         return int(vocab[name])
 
