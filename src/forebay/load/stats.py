@@ -162,7 +162,9 @@ def rates(
     MFU is None unless it is measured, and where no token came.
     """
     elapsed_s, unit = max(elapsed_s, 1e-9), unit_of(after)
-    shares = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
+    waits = {cause: after[f"{cause}_s"] - before[f"{cause}_s"] for cause in CAUSES}
+    waited_s = max(elapsed_s, sum(waits.values()))  # longer where a wait began earlier
+    shares = {cause: s / waited_s for cause, s in waits.items()}
     mfu = (after["ideal_s"] - before["ideal_s"]) / elapsed_s or None
     return unit, (after[unit] - before[unit]) / elapsed_s, shares, mfu
 
