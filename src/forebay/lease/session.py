@@ -30,7 +30,7 @@ from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachable
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
 from forebay.network.audit import open_audit_log
-from forebay.network.messages import REVOKED
+from forebay.network.messages import REFUSED
 from forebay.network.revocation_sync import TrustWatch
 from forebay.storage.locks import Lock, try_acquire
 from forebay.swarm.share import SliceShare
@@ -94,7 +94,13 @@ class LeaseSession(Closing):
             stack.enter_context(contextlib.closing(trust.start()))
             self._share: SliceShare | None = None
             if settings.share is not None:
-                self._share = self._open_share(settings.share, settings.upload_bytes_per_s)
+                job.identity.audit = job.identity.audit or open_audit_log()
+                # The scheduler's network is the one in which others must reach this worker.
+                others = job.scheduler.addresses() or [f"{host}:{port}" for host, port in job.identity.bootstrap]
+                self._share = SliceShare(
+                    job.identity, self.cache, self.index.sizes, settings.share, settings.upload_bytes_per_s,
+                    towards=next(iter(others), ""), find_waits=self._find_waits,
+                )  # fmt: skip
                 stack.callback(self._share.close, STOPPING_S)
             self._resources = stack.pop_all()
         self._failure: Exception | None = None
@@ -153,7 +159,7 @@ class LeaseSession(Closing):
             is_transient = time.monotonic() - self._replied_at < self.job.patience_s
             if is_transient and not isinstance(error, ForebayError):
                 raise  # logged, and run again after a wait: a missing descriptor does not end the work
-            self._failure, self._is_refused = error, getattr(error, "code", "") == REVOKED
+            self._failure, self._is_refused = error, getattr(error, "code", "") in REFUSED
         self.leases.close()
 
     def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
@@ -188,20 +194,6 @@ class LeaseSession(Closing):
             origin_bytes=origin_bytes, peer_bytes=max(0, int(totals.get("fetched_bytes", 0)) - origin_bytes),
             shared_bytes=self._share.bytes_sent if self._share is not None else 0,
         )  # fmt: skip
-
-    def _open_share(self, share: str, upload_bytes_per_s: float | None) -> SliceShare:
-        self.job.identity.audit = self.job.identity.audit or open_audit_log()
-        # The scheduler's network is the one in which others must reach this worker.
-        others = self.job.scheduler.addresses() or [f"{host}:{port}" for host, port in self.job.identity.bootstrap]
-        return SliceShare(
-            self.job.identity,
-            self.cache,
-            self.index.sizes,
-            share,
-            upload_bytes_per_s,
-            towards=next(iter(others), ""),
-            find_waits=self._find_waits,
-        )
 
     def _find_waits(self) -> list[str]:
         """Return what kept this worker from its job for FAULT_S or longer."""
