@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -71,8 +71,6 @@ class PeerOrigin(Origin):
         self.url = f"forebay://{quote(self.identity.network_name, safe='')}/{quote(self.name)}"
         if self.id is not None and not re.fullmatch("[0-9a-f]{64}", self.id):
             raise UsageError(f"{self.url}: expected an id of 64 hex digits, got {self.id!r}. See `forebay find`.")
-        if self.from_urls not in get_args(FromUrls):
-            raise UsageError(f"from_urls: expected '', 'public' or 'any', got {self.from_urls!r}.")
         self._lock = threading.Lock()
         self._table_sha256 = self.family = ""  # the family: the first of the datasets that it extends
         self._opened: dict[str, Origin] = {}  # by URL
@@ -80,6 +78,7 @@ class PeerOrigin(Origin):
         self._sources_of: list[Claim] = []
         self._claims: list[Claim] = []
         self._claims_at = 0.0
+        self.others: list[str] = []  # ids of other datasets of this name
         self.sha256_of = lru_cache(maxsize=4096)(self._look_up_sha256)
 
     def sources(self) -> Sequence[Origin]:
@@ -211,6 +210,7 @@ class PeerOrigin(Origin):
                 "Choose one by its id: ?id= or --id."
             )
         self.id = self.id or (ids[0] if ids else None)
+        self.others = [id for id in ids if id != self.id]
         claims = [claim for claim in claims if claim.dataset_id == self.id]
         if not claims:
             other = f"; those of this name serve {', '.join(ids)}" if ids else ""
