@@ -31,6 +31,7 @@ def _network_init(args: Namespace) -> None:
         args, {"network": name, "directory": str(args.directory)},
         f"network {name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.",
         f"Its datasets have the URLs forebay://{name}/DATASET.",
+        *([] if args.bootstrap else ["It names no DHT node: start one (forebay dht), and give each node --bootstrap."]),
         f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker   # or data, scheduler",
     )  # fmt: skip
 
@@ -229,7 +230,8 @@ def _network_revoke(args: Namespace) -> None:
     crls = [revoke(directory, peer_id, *nodes) for directory in issuers]
     for directory in nodes:
         revoke(directory, peer_id)
-    lines = [f"{peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on."] if nodes else []
+    of_nodes = ", ".join(map(str, nodes))
+    lines = [f"{peer_id} is refused by the nodes of these directories from now on: {of_nodes}."] if nodes else []
     for crl in crls:
         assert crl is not None  # an issuer's directory signs
         lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}.")
@@ -238,8 +240,8 @@ def _network_revoke(args: Namespace) -> None:
     print_result(args, {"peer_id": peer_id, "crls": issued}, *lines)
     if crls and not nodes:
         print(
-            "No node has the CRL yet: a running `forebay network admit` on that directory sends it to them in seconds. "
-            f"Where none runs: forebay network revoke {peer_id} {args.directories[0]} NODE --notify HOST:PORT",
+            f"No node has the CRL yet: `forebay network admit {issuers[0]}` sends it to them while it runs. "
+            f"Without it: forebay network revoke {peer_id} {issuers[0]} NODE --notify HOST:PORT",
             file=sys.stderr,
         )
 
