@@ -120,11 +120,11 @@ class SwarmReader:
         self._patience_s = max(_MIN_PATIENCE_S, self.table.bytes.max(initial=0) / _SLICE_BYTES_PER_S)
         self._is_due = self._closed = False
         own = Provider(share.identity.peer_id, self._address, False) if share is not None else None
-        self._tracker = TrackerClient(self.origin.client, self.dataset_id, self._find_trackers, own)
+        self._tracker = TrackerClient(
+            self.origin.client, self.dataset_id,
+            lambda: [Provider(c.peer_id, c.address, c.is_whole) for c in self.origin.claims(_MAX_TRACKER_AGE_S)], own,
+        )  # fmt: skip
         self._thread = SupervisedThread(self._run, "swarm").start()
-
-    def _find_trackers(self) -> list[Provider]:
-        return [Provider(c.peer_id, c.address, c.is_whole) for c in self.origin.claims(_MAX_TRACKER_AGE_S)]
 
     def sources(self, index: int) -> Sequence[Origin]:
         """Return who sends a slice now; the tracker is told of the request.
@@ -367,8 +367,7 @@ class SwarmMember(Closing):
 
     def __init__(
         self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], BOOL],
-        on_change: Callable[[], object], *, share: bool | str | SliceShare, upload_bytes_per_s: float | None = None,
-        downloads: int = 4,
+        on_change: Callable[[], object], *, share: bool | str | SliceShare, downloads: int = 4,
     ) -> None:  # fmt: skip
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):
@@ -378,7 +377,7 @@ class SwarmMember(Closing):
         self._owns_share = not isinstance(share, SliceShare)
         if share:
             if not isinstance(share, SliceShare):
-                share = open_share(origin, index, share, upload_bytes_per_s)
+                share = open_share(origin, index, share)
             self.share = share
             table = dataset.table
             for sha256, size in zip(table.sha256, table.bytes.tolist()):
@@ -400,11 +399,9 @@ class SwarmMember(Closing):
             self.share.close(timeout_s)
 
 
-def open_share(
-    origin: PeerOrigin, index: SliceIndex, share: bool | str, upload_bytes_per_s: float | None = None
-) -> SliceShare:
+def open_share(origin: PeerOrigin, index: SliceIndex, share: bool | str) -> SliceShare:
     """Start a server for datasets that are added later. See SwarmMember."""
     return SliceShare(
-        origin.identity, index, {}, share if isinstance(share, str) else ":0", upload_bytes_per_s,
+        origin.identity, index, {}, share if isinstance(share, str) else ":0",
         discovery=origin.discovery, towards=origin.claims(_MAX_SHARE_AGE_S)[0].address,
     )  # fmt: skip
