@@ -142,8 +142,9 @@ def _network_renew(args: Namespace) -> None:
         return
     else:
         identity = renew(args.directories[0], args.directories[1], **_days(args))
-    until = _date(identity.expires_at)
-    text = f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before."
+    text = (
+        f"{identity.name} has a new certificate until {_date(identity.expires_at)}; it stays peer {identity.peer_id}."
+    )
     print_result(args, _node_fields(identity), text)
 
 
@@ -197,8 +198,8 @@ def _network_tokens(args: Namespace) -> None:
         state = "expired" if time.time() >= token.expires_at else "valid" if remaining > 0 else "used up"
         state = "withdrawn" if token.id in record.withdrawn else state
         rows.append({**asdict(token), "uses_left": remaining, "state": state})
-        uses = f"{remaining} of {numbered(token.uses, 'use')} left"
-        lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope}")
+        until = f"{_date(token.expires_at)}, {remaining} of {numbered(token.uses, 'use')} left"
+        lines.append(f"{token.id}  {state} ({until})  {token.scope}")
     print_result(args, rows, *lines)
 
 
@@ -230,8 +231,9 @@ def _network_revoke(args: Namespace) -> None:
     crls = [revoke(directory, peer_id, *nodes) for directory in issuers]
     for directory in nodes:
         revoke(directory, peer_id)
-    of_nodes = ", ".join(map(str, nodes))
-    lines = [f"{peer_id} is refused by the nodes of these directories from now on: {of_nodes}."] if nodes else []
+    lines = (
+        [f"From now on the nodes of these directories refuse {peer_id}: {', '.join(map(str, nodes))}."] if nodes else []
+    )
     for crl in crls:
         assert crl is not None  # an issuer's directory signs
         lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}.")

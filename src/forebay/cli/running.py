@@ -102,8 +102,8 @@ def ready(args: Namespace, **fields: Any) -> None:
     if name := os.environ.get("NOTIFY_SOCKET"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
             sock.sendto(b"READY=1", name.replace("@", "\0", 1))
-    line = "ready: " + "  ".join(f"{k.replace('_', ' ')} {plain(v)}" for k, v in fields.items())
-    print_result(args, {"ready": True, **fields}, line)
+    parts = (f"{k.replace('_', ' ')} {plain(v)}" for k, v in fields.items())
+    print_result(args, {"ready": True, **fields}, f"ready: {'  '.join(parts)}")
 
 
 def stop_event() -> threading.Event:

@@ -201,7 +201,8 @@ class LeaseSession(Closing):
         if self._replied_at < late:
             return [self.job.scheduler.describe_wait()]
         with self.leases.locked() as state:
-            return [state.describe_wait()] if (self.fetches.starved_at or late) < late else []
+            text = state.describe_wait()
+            return [text] if text and (self.fetches.starved_at or late) < late else []
 
 
 def _lock_session(path: Path) -> tuple[str, int, Lock] | None:

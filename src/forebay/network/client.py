@@ -249,6 +249,9 @@ class Client(Closing):
             can_keep = response.can_keep
             return result, connection.peer
         except (ProtocolError, *FAULTS) as error:
+            if self.identity is not None and (own := self.identity.refusal(self.identity.as_peer)) is not None:
+                # It ended the handshake with an alert.
+                raise RemoteError(f"{request.what}: {own[1]}. {self.identity.remedy(own[0])}", 403, own[0]) from error
             raise _fault(request, response, error) from error
         finally:
             if response is not None:
@@ -321,8 +324,6 @@ class Client(Closing):
         except BaseException as error:
             connection.close()
             if isinstance(error, FAULTS):
-                if self.identity is not None:
-                    self.identity.check_admitted()
                 raise NetworkError(_unreachable("connect", request.address, error)) from error
             raise
         return connection
