@@ -255,8 +255,7 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
 
     with Client(Identity.load(node_dir)) as client, log_while_waiting(log, lambda: f"an answer of {target}"):
         peer_id, is_new = send_crl(client, target, crl)
-    later = "has it already, or takes this organisation's next CRL within a minute"
-    return f"{peer_id} at {target} {'accepted it' if is_new else later}."
+    return f"{peer_id} at {target} {'accepted it' if is_new else 'has it, or takes the next one within a minute'}."
 
 
 def _network_show(args: Namespace) -> None:

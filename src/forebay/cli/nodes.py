@@ -191,7 +191,7 @@ def _job(args: Namespace) -> None:
     path, body = f"/v1/job/{args.action}", dict[str, Any]()
     if args.arguments:
         if args.action != "readmit" or not all(text.isdecimal() for text in args.arguments):
-            expected = "numbers of slices" if args.action == "readmit" else "no more arguments"
+            expected = "no further arguments (readmit: numbers of slices)"
             raise UsageError(f"job {args.action}: expected {expected}, got {' '.join(args.arguments)!r:.100}.")
         body = {"slices": [int(text) for text in args.arguments]}
     reply, _ = send_request(args, args.scheduler, path, body)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pyarrow as pa
@@ -71,6 +71,8 @@ class PeerOrigin(Origin):
         self.url = f"forebay://{quote(self.identity.network_name, safe='')}/{quote(self.name)}"
         if self.id is not None and not re.fullmatch("[0-9a-f]{64}", self.id):
             raise UsageError(f"{self.url}: expected an id of 64 hex digits, got {self.id!r}. See `forebay find`.")
+        if self.from_urls not in get_args(FromUrls):
+            raise UsageError(f"from_urls: expected '', 'public' or 'any', got {self.from_urls!r}.")
         self._lock = threading.Lock()
         self._table_sha256 = self.family = ""  # the family: the first of the datasets that it extends
         self._opened: dict[str, Origin] = {}  # by URL
