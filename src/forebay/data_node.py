@@ -65,8 +65,6 @@ class DataNode(SliceServer):
         if twice := [dataset for dataset in datasets if ids.count(dataset.id) > 1]:
             names = " and ".join(dataset.name for dataset in twice if dataset.id == twice[0].id)
             raise UsageError(f"serve: expected each dataset once, got {names} of one id, {twice[0].id}. Serve one.")
-        if not ttl_s > 0:
-            raise UsageError(f"serve: expected ttl_s > 0, got {ttl_s}")
         identity.check_role("serve", "data", *(dataset.name for dataset in datasets))
         super().__init__("Forebay data node", identity, host, port, discovery=discovery, ttl_s=ttl_s, limits=limits)
         self.datasets = list(datasets)

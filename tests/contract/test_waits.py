@@ -258,5 +258,9 @@ def test_a_page_says_that_its_node_does_not_answer_and_logs_it_once(monkeypatch,
     with dashboard.Dashboard(Gone()).start() as page:
         until(lambda: len(polls) > 3)
         assert main(["status", page.url.rstrip("/")]) == 1
+    monkeypatch.setattr(Gone, "poll", lambda self: make_view("job", "books", "waiting", faults=["no data node"]))
+    with dashboard.Dashboard(Gone()).start() as page:
+        until(lambda: "no data node" in str(page._view))
+        assert main(["status", page.url.rstrip("/")]) == 1
     assert re.search("books  no answer(.|\n)*no peer there", capsys.readouterr().out)
     assert caplog.text.count("no peer there") == 1

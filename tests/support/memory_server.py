@@ -80,7 +80,7 @@ class Members:
         org, _, name = der.decode().rpartition("/")
         return Peer(name, b"", name, org)
 
-    def refusal(self, peer: Peer) -> str | None:
+    def refusal(self, peer: Peer) -> tuple[str, str] | None:
         return self.refusals.get(peer.peer_id)
 
     def record_event(self, kind: str, **fields: Any) -> None:

@@ -60,8 +60,9 @@ def validate(kind: type[T], values: Mapping[str, Any], command: str) -> T:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{command}: {key}: {first['msg']}, got {first['input']!r:.80}.") from error
+        raise UsageError(
+            f"{command}: {'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}."
+        ) from error
 
 
 def address(text: str) -> tuple[str, int]:

@@ -31,6 +31,7 @@ def _network_init(args: Namespace) -> None:
         args, {"network": name, "directory": str(args.directory)},
         f"network {name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.",
         f"Its datasets have the URLs forebay://{name}/DATASET.",
+        *([] if args.bootstrap else ["It names no DHT node: start one (forebay dht), and give each node --bootstrap."]),
         f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker   # or data, scheduler",
     )  # fmt: skip
 
@@ -141,8 +142,9 @@ def _network_renew(args: Namespace) -> None:
         return
     else:
         identity = renew(args.directories[0], args.directories[1], **_days(args))
-    until = _date(identity.expires_at)
-    text = f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before."
+    text = (
+        f"{identity.name} has a new certificate until {_date(identity.expires_at)}; it stays peer {identity.peer_id}."
+    )
     print_result(args, _node_fields(identity), text)
 
 
@@ -196,8 +198,8 @@ def _network_tokens(args: Namespace) -> None:
         state = "expired" if time.time() >= token.expires_at else "valid" if remaining > 0 else "used up"
         state = "withdrawn" if token.id in record.withdrawn else state
         rows.append({**asdict(token), "uses_left": remaining, "state": state})
-        uses = f"{remaining} of {numbered(token.uses, 'use')} left"
-        lines.append(f"{token.id}  {state} ({_date(token.expires_at)}, {uses})  {token.scope}")
+        until = f"{_date(token.expires_at)}, {remaining} of {numbered(token.uses, 'use')} left"
+        lines.append(f"{token.id}  {state} ({until})  {token.scope}")
     print_result(args, rows, *lines)
 
 
@@ -229,7 +231,9 @@ def _network_revoke(args: Namespace) -> None:
     crls = [revoke(directory, peer_id, *nodes) for directory in issuers]
     for directory in nodes:
         revoke(directory, peer_id)
-    lines = [f"{peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on."] if nodes else []
+    lines = (
+        [f"From now on the nodes of these directories refuse {peer_id}: {', '.join(map(str, nodes))}."] if nodes else []
+    )
     for crl in crls:
         assert crl is not None  # an issuer's directory signs
         lines.append(f"{peer_id} is revoked by CRL {crl.number} of {crl.issuer}.")
@@ -238,8 +242,8 @@ def _network_revoke(args: Namespace) -> None:
     print_result(args, {"peer_id": peer_id, "crls": issued}, *lines)
     if crls and not nodes:
         print(
-            "No node has the CRL yet: a running `forebay network admit` on that directory sends it to them in seconds. "
-            f"Where none runs: forebay network revoke {peer_id} {args.directories[0]} NODE --notify HOST:PORT",
+            f"No node has the CRL yet: `forebay network admit {issuers[0]}` sends it to them while it runs. "
+            f"Without it: forebay network revoke {peer_id} {issuers[0]} NODE --notify HOST:PORT",
             file=sys.stderr,
         )
 
@@ -251,8 +255,7 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
 
     with Client(Identity.load(node_dir)) as client, log_while_waiting(log, lambda: f"an answer of {target}"):
         peer_id, is_new = send_crl(client, target, crl)
-    later = "has it already, or takes this organisation's next CRL within a minute"
-    return f"{peer_id} at {target} {'accepted it' if is_new else later}."
+    return f"{peer_id} at {target} {'accepted it' if is_new else 'has it, or takes the next one within a minute'}."
 
 
 def _network_show(args: Namespace) -> None:

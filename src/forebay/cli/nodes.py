@@ -96,16 +96,14 @@ def _serve(args: Namespace) -> None:
         open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
         for path in args.datasets
     ]
-    limits, stop = (
-        parse_limits(ServerLimits(upload_bytes_per_s=args.upload_limit or math.inf), args.limit),
-        stop_event(),
-    )
-    with joined_network(args, stop) as (identity, discovery):
+    limits = parse_limits(ServerLimits(upload_bytes_per_s=args.upload_limit or math.inf), args.limit)
+    stop = stop_event()
+    names = {dataset.name: dataset.id for dataset in datasets}
+    with joined_network(args, "serve", "data", *names, stop=stop) as (identity, discovery):
         host, port = listening_address(args, discovery)
         with DataNode(
             identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access, limits=limits,
         ) as node:  # fmt: skip
-            names = {d.name: d.id for d in datasets}
             ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)
             until_stopped(stop, identity=identity)
         print_result(args, node.status())
@@ -115,10 +113,8 @@ def _find(args: Namespace) -> bool:
     from forebay.network.client import Client
     from forebay.network.discovery import find_providers, record_key
 
-    def what() -> str:
-        return f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
-
-    with joined_network(args) as (identity, discovery), log_while_waiting(log, what):
+    what = f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
+    with joined_network(args) as (identity, discovery), log_while_waiting(log, lambda: what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
         key = record_key(identity.network_id, "dataset", args.name)
         addresses = [] if claims else [join_address(*item) for item in discovery.find(key, 0.0)]
@@ -162,11 +158,10 @@ def _schedule(args: Namespace) -> None:
         samples["documents"] = make(**subset)
     stop = stop_event()
     standby = partial(print_result, args, {"standby": True}, f"standing by for {args.state}")
-    with joined_network(args, stop) as (identity, discovery):
+    with joined_network(args, "scheduler", "scheduler", args.name, stop=stop) as (identity, discovery):
         host, port = listening_address(args, discovery)
-        client = Client(identity)
         service = SchedulerService(
-            identity, args.name, discovery, client, args.state, host, port, dataset_id=args.id or "",
+            identity, args.name, discovery, Client(identity), args.state, host, port, dataset_id=args.id or "",
             seq_len=args.seq_len, wait_s=args.timeout, standby=standby if args.standby else None, stopping=stop,
             publishers=args.publisher, limits=limits, from_urls=args.from_urls or "", epochs=args.epochs,
             seed=args.seed, lease_s=args.lease_timeout, stall_s=args.idle_timeout,
@@ -196,7 +191,7 @@ def _job(args: Namespace) -> None:
     path, body = f"/v1/job/{args.action}", dict[str, Any]()
     if args.arguments:
         if args.action != "readmit" or not all(text.isdecimal() for text in args.arguments):
-            expected = "numbers of slices" if args.action == "readmit" else "no more arguments"
+            expected = "no further arguments (readmit: numbers of slices)"
             raise UsageError(f"job {args.action}: expected {expected}, got {' '.join(args.arguments)!r:.100}.")
         body = {"slices": [int(text) for text in args.arguments]}
     reply, _ = send_request(args, args.scheduler, path, body)
@@ -221,7 +216,7 @@ def _work(args: Namespace) -> int:
         address(f"0.0.0.0{args.listen}" if args.listen.startswith(":") else args.listen)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Until the command runs.
     terminate_on_stdin_close()
-    identity = load_identity(args)
+    identity = load_identity(args, "worker", "worker", *filter(None, [args.name]))
     with Client(identity) as client, contextlib.ExitStack() as stack:
         discovery = None
         if args.scheduler is None:

@@ -54,9 +54,7 @@ def _open(args: Namespace, stack: ExitStack, command: str) -> Source:
     from forebay.observe.sources import open_source
 
     def client() -> Client:
-        identity = load_identity(args)
-        identity.check_role(command, "viewer")
-        return stack.enter_context(Client(identity))
+        return stack.enter_context(Client(load_identity(args, command, "viewer")))
 
     return open_source(args.target, client)
 
@@ -142,7 +140,9 @@ def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bo
         if len(intervals) > 10:
             lines += [f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them"]
     is_unfinished = not report["problems"] and not any(epoch["repeated"] for epoch in report["epochs"])
-    failure = "NOT ok" + (": samples are missing, as while the job runs" if is_unfinished else "")
+    failure = "NOT ok"
+    if is_unfinished:
+        failure += ": samples are not used. While the job runs this is no fault: verify again at its end"
     print_result(args, report, *lines, f"ok: {success}" if report["ok"] else failure)
     return not report["ok"]
 
@@ -213,8 +213,7 @@ def _export(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import export_uses
 
-    index = open_index(args.file)
-    count = export_uses(index, args.out, sample_ids=args.sample_ids)
+    count = export_uses(open_index(args.file), args.out, sample_ids=args.sample_ids)
     print_result(args, {"uses": count, "out": str(args.out)}, f"{count:,} uses to {args.out}")
 
 
@@ -254,15 +253,13 @@ def _plan_shards(args: Namespace) -> bool:
     from forebay.load.shard_files import SharedShards, num_requests
     from forebay.load.shards import COMMON_SHARDS
     from forebay.order.shard_windows import STEPS_PER_SHARD
-    from forebay.units import format_bytes, format_seconds
+    from forebay.units import format_bytes, format_seconds, numbered
 
     if args.dataset is None and (args.bytes is None or args.slice_bytes is None):
         raise UsageError("plan --shards: expected their URL, or --bytes of all and --slice-bytes of one. Give them.")
     if args.dataset is None:
-        sizes, num_names = (
-            [(args.slice_bytes, args.slice_bytes // _BYTES_PER_ID)] * -(-args.bytes // args.slice_bytes),
-            2,
-        )
+        sizes = [(args.slice_bytes, args.slice_bytes // _BYTES_PER_ID)] * -(-args.bytes // args.slice_bytes)
+        num_names = 2
         all_bytes, shard_bytes = args.bytes, args.slice_bytes
     else:
         shards = SharedShards.open(args.dataset).shards
@@ -292,8 +289,7 @@ def _plan_shards(args: Namespace) -> bool:
         f"shards         {count} of {format_bytes(shard_bytes)}",
         f"disk           {format_bytes(plan['in_use_bytes'])}: the shard in use and the next",
         f"at the start   {format_bytes(start_bytes)}, with a third while ranks release the old one",
-        f"fetched        {format_bytes(plan['fetched_bytes'])} by a node in {args.epochs} epoch"
-        + "s" * (args.epochs > 1),
+        f"fetched        {format_bytes(plan['fetched_bytes'])} by a node in {numbered(args.epochs, 'epoch')}",
         f"requests       about {plan['requests']:,} by all nodes",
     ]
     if fetch_s is not None:

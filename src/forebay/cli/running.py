@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("forebay.cli")
 
 
-def load_identity(args: Namespace) -> Identity:
-    """This node's identity, from `--identity`. NetworkError if all members refuse it."""
+def load_identity(args: Namespace, *role: str) -> Identity:
+    """This node's identity, from `--identity`; its certificate has the `role`, as of `Identity.check_role`.
+
+    NetworkError if all members refuse it.
+    """
     from forebay.network.pki.identity import Identity
 
     if args.identity is None:
@@ -39,12 +42,16 @@ def load_identity(args: Namespace) -> Identity:
         )
     identity = Identity.load(args.identity)
     identity.check_admitted()
+    if role:
+        identity.check_role(*role)
     return identity
 
 
 @contextmanager
-def joined_network(args: Namespace, stop: threading.Event | None = None) -> Iterator[tuple[Identity, LibtorrentDht]]:
-    """Load this node's identity and join the DHT until the end of the block.
+def joined_network(
+    args: Namespace, *role: str, stop: threading.Event | None = None
+) -> Iterator[tuple[Identity, LibtorrentDht]]:
+    """Load this node's identity, as `load_identity`, and join the DHT until the end of the block.
 
     `stop` ends the wait for a bootstrap node, as an interrupt does; NetworkError if none answers within `args.timeout`.
     FOREBAY_DHT has the address of our DHT node, HOST:PORT (UDP).
@@ -52,7 +59,7 @@ def joined_network(args: Namespace, stop: threading.Event | None = None) -> Iter
     from forebay.network.audit import open_audit_log
     from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
 
-    identity = load_identity(args)
+    identity = load_identity(args, *role)
     identity.audit = open_audit_log()
     bootstrap = [address(a) for a in args.bootstrap] or list(identity.bootstrap)
     if not bootstrap:
@@ -95,8 +102,8 @@ def ready(args: Namespace, **fields: Any) -> None:
     if name := os.environ.get("NOTIFY_SOCKET"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
             sock.sendto(b"READY=1", name.replace("@", "\0", 1))
-    line = "ready: " + "  ".join(f"{k.replace('_', ' ')} {plain(v)}" for k, v in fields.items())
-    print_result(args, {"ready": True, **fields}, line)
+    parts = (f"{k.replace('_', ' ')} {plain(v)}" for k, v in fields.items())
+    print_result(args, {"ready": True, **fields}, f"ready: {'  '.join(parts)}")
 
 
 def stop_event() -> threading.Event:

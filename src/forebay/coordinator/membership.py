@@ -103,7 +103,11 @@ def _apply_member(
         return _refuse(state, "bad_step", text, actions)
     if event.step > member.step:
         member = replace(member, step=event.step, moved_at=now)
-    state = _count_step(_put(state, member), generation, event.step, actions)
+    state = _put(state, member)
+    reached = _confirmed(state) if state.lockstep else event.step
+    if reached > state.reached:
+        actions.append(_stepped(state, generation, reached))
+        state = replace(state, reached=reached, floor=max(state.floor, 0 if state.lockstep else reached))
     match event:
         case messages.Ready():
             weights = event.step
@@ -124,20 +128,11 @@ def _apply_member(
     return state
 
 
-def _count_step(state: RunState, generation: RankGeneration, step: int, actions: list[Action]) -> RunState:
-    """Count the steps that are finished now, after a member reported `step`."""
-    reached = _confirmed(state) if state.lockstep else step
-    if reached <= state.reached:
-        return state
-    actions.append(_stepped(state, generation, reached))
-    floor = state.floor if state.lockstep else max(state.floor, reached)
-    return replace(state, reached=reached, floor=floor)
-
-
 def _stepped(state: RunState, generation: RankGeneration, stop: int) -> messages.Stepped:
-    count = state.batch_size * len(generation.places)
-    first = generation.sample_at(state.reached, state.batch_size)
-    return messages.Stepped(generation.number, state.reached, stop, first, count)
+    return messages.Stepped(
+        generation.number, state.reached, stop, generation.sample_at(state.reached, state.batch_size),
+        state.batch_size * len(generation.places),
+    )  # fmt: skip
 
 
 def _voter(member: RunMember) -> str:
@@ -260,8 +255,7 @@ def _form(state: RunState, now: float, actions: list[Action]) -> RunState:
             if reached < step:
                 actions.append(messages.Gap(old.number, old.places[rank].worker_id, rank, reached, step))
     places = tuple(messages.RankSlot(m.worker_id, m.session) for m in order)
-    number = 1 if old is None else old.number + 1
-    generation = RankGeneration(number, places, step, sample, order.index(source))
+    generation = RankGeneration(1 if old is None else old.number + 1, places, step, sample, order.index(source))
     actions.append(messages.Formed(generation))
     members = {m.worker_id: replace(m, ready=False, step=step, moved_at=now) for m in order}
     return replace(

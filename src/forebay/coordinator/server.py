@@ -115,7 +115,7 @@ class Coordinator:
             port,
             limits=limits,
             discovery=self._discovery,
-            faults=lambda: [self._fault] if self._fault else [],
+            faults=lambda: [self._fault],
         )
         self._server.add_task("coordinator clock", self._run_ticks)
 
@@ -255,15 +255,8 @@ class Coordinator:
                 while self._unwritten:
                     self._apply(self._unwritten[0])
                     self._unwritten.popleft()
-                self._apply(messages.Tick(self._find_revoked()))
-
-    def _find_revoked(self) -> list[str]:
-        """The ids of the workers whose certificates are revoked."""
-        if self._identity is None:
-            return []
-        find = self._identity.revocations.find
-        members = self._state.members
-        return [worker_id for worker_id, member in members.items() if find(member.peer_id, member.organisation)]
+                find, members = self._identity and self._identity.revocations.find, self._state.members.items()
+                self._apply(messages.Tick([id for id, m in members if find and find(m.peer_id, m.organisation)]))
 
     async def _wait_until(self, request: Request, is_over: Callable[[], bool], wait_s: float) -> bool:
         """Wait up to `wait_s` for a condition, checked after each change. False if the client disconnected."""

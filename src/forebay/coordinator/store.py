@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from forebay.base import Json
 from forebay.coordinator import messages
-from forebay.coordinator.messages import STATE_VERSION, Action, Formed, Gap, LogLine, Rules, RunState, Stepped
+from forebay.coordinator.messages import STATE_VERSION, Action, Formed, Gap, Rules, RunState, Stepped
 from forebay.errors import StateError
 from forebay.machine import own_directory
 from forebay.storage.locks import locked_error
@@ -37,7 +37,6 @@ CREATE TABLE IF NOT EXISTS steps (
 CREATE TABLE IF NOT EXISTS gaps (
     generation INTEGER NOT NULL, worker TEXT NOT NULL, rank INTEGER NOT NULL,
     start INTEGER NOT NULL, stop INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 """
 _STATE = TypeAdapter(RunState)
 # Live members report these again, so they are not worth a write.
@@ -142,8 +141,6 @@ class RunStore:
                 execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", (generation, start, stop, first_sample, count))
             case Gap(generation, worker, rank, start, stop):
                 execute("INSERT INTO gaps VALUES (?, ?, ?, ?, ?)", (generation, worker, rank, start, stop))
-            case LogLine(text):
-                execute("INSERT INTO notes VALUES (?, ?)", (now, text))
 
     def generations(self) -> list[Json]:
         """Every generation so far, oldest first."""

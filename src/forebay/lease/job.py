@@ -95,17 +95,14 @@ class LeaseJob(Closing):
         self.client.close()
 
 
-class _DataNodes:
-    """The data nodes that a scheduler names, as a Discovery."""
+class _DataNodes(Discovery):
+    """The data nodes that a scheduler names; it finds them by itself."""
 
     fault = ""
 
     def __init__(self, scheduler: SchedulerClient) -> None:
         self._scheduler = scheduler
         self._is_first = True
-
-    def announce(self, key: bytes, port: int) -> None:
-        """See Discovery. The scheduler finds data nodes by itself."""
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery."""
@@ -116,6 +113,3 @@ class _DataNodes:
             with contextlib.suppress(ProtocolError):
                 addresses.append(parse_peer_address(str(address)))
         return addresses
-
-    def close(self) -> None:
-        """See Discovery. There is nothing to close."""

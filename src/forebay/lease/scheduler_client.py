@@ -13,7 +13,7 @@ from forebay.base import Json
 from forebay.errors import NetworkError
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
-from forebay.network.messages import REVOKED, STALE_ATTEMPT
+from forebay.network.messages import REFUSED, STALE_ATTEMPT
 from forebay.network.pki.identity import Identity
 from forebay.storage.hosts import join_address, parse_address
 from forebay.storage.retry import backoff_s, log_while_waiting
@@ -148,7 +148,7 @@ class SchedulerClient:
                 try:
                     self._read(address)
                 except NetworkError as error:
-                    if getattr(error, "code", "") == REVOKED:
+                    if getattr(error, "code", "") in REFUSED:
                         raise
                     self._reason = str(error)
                 else:

@@ -30,7 +30,7 @@ from forebay.lease.scheduler_client import SchedulerClient, SchedulerUnreachable
 from forebay.lease.state import LeaseState
 from forebay.ledger.chain import receipt_message
 from forebay.network.audit import open_audit_log
-from forebay.network.messages import REVOKED
+from forebay.network.messages import REFUSED
 from forebay.network.revocation_sync import TrustWatch
 from forebay.storage.locks import Lock, try_acquire
 from forebay.swarm.share import SliceShare
@@ -164,7 +164,7 @@ class LeaseSession(Closing):
             is_transient = time.monotonic() - self._replied_at < self.job.patience_s
             if is_transient and not isinstance(error, ForebayError):
                 raise  # logged, and run again after a wait: a missing descriptor does not end the work
-            self._failure, self._cannot_report = error, getattr(error, "code", "") == REVOKED
+            self._failure, self._cannot_report = error, getattr(error, "code", "") in REFUSED
         self.leases.close()
 
     def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
@@ -206,7 +206,8 @@ class LeaseSession(Closing):
         if self._replied_at < late:
             return [self.job.scheduler.describe_wait()]
         with self.leases.locked() as state:
-            return [state.describe_wait()] if (self.fetches.starved_at or late) < late else []
+            text = state.describe_wait()
+            return [text] if text and (self.fetches.starved_at or late) < late else []
 
 
 def _lock_session(path: Path) -> tuple[str, int, Lock] | None:

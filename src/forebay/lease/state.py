@@ -164,12 +164,12 @@ class LeaseState:
         return list(self._leases.values())
 
     def describe_wait(self) -> str:
-        """What keeps the next step from starting, as text for a log line."""
+        """What keeps the next step from starting, as text for a log line; "" while the request to a scheduler tells."""
         fault = f"; the last fault: {self.fault}" if self.fault else ""
         if slices := self.fetching():
             return f"{numbered(len(slices), 'slice')} to be fetched: {', '.join(map(str, slices[:3]))}{fault}"
         if self._awaits_reply:
-            return "an answer of the scheduler"
+            return ""
         return f"a lease: {self.reason or 'the scheduler has none free now'}{fault}"
 
     def fetching(self) -> list[int]:

@@ -128,8 +128,7 @@ class UseColumns:
     def add(self, entry: Entry, worker: str, use: Used) -> None:
         """Add one use of an entry."""
         number = self.workers.setdefault(worker, len(self.workers))
-        name = f"{worker} {entry.body.get('session', '')}"
-        session = self.sessions.setdefault(name, len(self.sessions))
+        session = self.sessions.setdefault(f"{worker} {entry.body.get('session', '')}", len(self.sessions))
         self._rows.append(
             (entry.seq, number, use.epoch, use.slice, use.start, use.stop, use.step, session, entry.recorded_at)
         )

@@ -209,18 +209,16 @@ def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: f
     if replay is not None:
         _check_samples(reading, job, table, replay)
     intact = not reading.problems
-    few_aside = True
     for e in epochs:
         num_aside = e.get("set_aside", 0)
         total = e["samples"] + e["missing"] + num_aside
         if num_aside > max_set_aside * total:
-            few_aside = False
             reading.problem(
                 f"epoch {e['epoch']}: {num_aside:,} of {total:,} samples were set aside and never used, more than the "
                 f"share {max_set_aside:g} that is allowed (--max-set-aside)"
             )
     is_complete = all(e["missing"] == e["repeated"] == 0 for e in epochs)
-    ok = intact and is_complete and few_aside
+    ok = is_complete and not reading.problems
     return LedgerReport(ok, intact, epochs, reading.problems, reading.entries, scheduler, missing, repeated)
 
 

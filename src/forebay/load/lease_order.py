@@ -271,27 +271,27 @@ class LeaseOrder:
             with session.leases.locked() as state:
                 return state.describe_wait()
 
-        while missing:
-            session.fetches.update()
-            with log_while_waiting(_log, describe):
+        with log_while_waiting(_log, describe):
+            while missing:
+                session.fetches.update()
                 item = session.leases.wait(get, lambda: self._slices.paused)
-            waited_s, began = time.perf_counter() - began, time.perf_counter()
-            self.planner.network_s += waited_s * waits_for_fetch
-            self.planner.scheduler_s += waited_s * (not waits_for_fetch)
-            if isinstance(item, ActiveLease):
-                self._open_lease(source, session, item)
-            elif isinstance(item, _Part):
-                parts.append(item)
-                missing -= item.stop - item.start
-            elif item is None:  # Closed or interrupted.
-                self._give_back(parts)
-                parts = []
-                break
-            elif item == _YIELD:
-                is_yielding = True
-                self._yield_after(source, True)
-            else:
-                break
+                waited_s, began = time.perf_counter() - began, time.perf_counter()
+                self.planner.network_s += waited_s * waits_for_fetch
+                self.planner.scheduler_s += waited_s * (not waits_for_fetch)
+                if isinstance(item, ActiveLease):
+                    self._open_lease(source, session, item)
+                elif isinstance(item, _Part):
+                    parts.append(item)
+                    missing -= item.stop - item.start
+                elif item is None:  # Closed or interrupted.
+                    self._give_back(parts)
+                    parts = []
+                    break
+                elif item == _YIELD:
+                    is_yielding = True
+                    self._yield_after(source, True)
+                else:
+                    break
         if is_yielding:
             self._yield_after(source, False)
         return parts

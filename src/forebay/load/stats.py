@@ -158,7 +158,9 @@ def rates(
     """
     elapsed_s = max(elapsed_s, 1e-9)
     unit = "samples" if after.get("samples") and not after["tokens"] else "tokens"  # Rows have no tokens.
-    shares = {cause: (after[f"{cause}_s"] - before[f"{cause}_s"]) / elapsed_s for cause in CAUSES}
+    waits = {cause: after[f"{cause}_s"] - before[f"{cause}_s"] for cause in CAUSES}
+    waited_s = max(elapsed_s, sum(waits.values()))  # longer where a wait began earlier
+    shares = {cause: s / waited_s for cause, s in waits.items()}
     mfu = (after["ideal_s"] - before["ideal_s"]) / elapsed_s or None
     return unit, (after[unit] - before[unit]) / elapsed_s, shares, mfu
 

@@ -18,7 +18,7 @@ from urllib3.util import SKIP_HEADER
 
 from forebay.base import Closing
 from forebay.errors import NetworkError, ProtocolError, UsageError, printable
-from forebay.network.messages import REVOKED
+from forebay.network.messages import REFUSED
 from forebay.network.peer import Peer
 from forebay.network.tracing import client_span
 from forebay.storage import connections
@@ -242,13 +242,16 @@ class Client(Closing):
             if response.status != 204 and (not is_length or "transfer-encoding" in response.headers):
                 raise ProtocolError(f"expected a Content-Length, got {length[:40]!r}")
             if response.status // 100 != 2:
-                refusal = _refusal(response, request)
+                refusal = self._refusal(response, request)
                 can_keep = response.can_keep and response.status < 500
                 raise refusal
             result = read(response)
             can_keep = response.can_keep
             return result, connection.peer
         except (ProtocolError, *FAULTS) as error:
+            if self.identity is not None and (own := self.identity.refusal(self.identity.as_peer)) is not None:
+                # It ended the handshake with an alert.
+                raise RemoteError(f"{request.what}: {own[1]}. {self.identity.remedy(own[0])}", 403, own[0]) from error
             raise _fault(request, response, error) from error
         finally:
             if response is not None:
@@ -257,17 +260,31 @@ class Client(Closing):
                 self._pool.release(connection.key, connection)
             else:
                 connection.close()
-            if response is not None:
-                self._note_crls(request.address, response.headers.get(CRLS_HEADER, ""))
+            digest = response.headers.get(CRLS_HEADER, "") if response is not None else ""
+            if digest and self.identity is not None:
+                self.identity.contacts.add(request.address)
+                if digest != self.identity.revocations.digest():
+                    from forebay.network.crl_exchange import exchange_crls
 
-    def _note_crls(self, address: str, digest: str) -> None:
-        """Remember where a member answered; exchange CRLs with it if it has others."""
-        if self.identity is not None and digest:
-            self.identity.contacts.add(address)
-            if digest != self.identity.revocations.digest():
-                from forebay.network.crl_exchange import exchange_crls
+                    exchange_crls(self, self.identity, request.address)
 
-                exchange_crls(self, self.identity, address)
+    def _refusal(self, response: StreamedResponse, request: _Request) -> RemoteError:
+        code = ""
+        try:
+            body = json.loads(response.read(1 << 16, request.deadline))
+            code = printable(str(body["error"]), 80)
+            message = printable(str(body["message"]), 1000)
+        except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
+            message = f"(its explanation cannot be read: {type(error).__name__})"
+        if code in REFUSED and self.identity is not None:
+            message += f". {self.identity.remedy(code)}"
+        wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0
+        return RemoteError(
+            f"{request.what}: refused with {response.status} {code}: {message}",
+            response.status,
+            code,
+            min(_MAX_WAIT_S, wait_s),
+        )
 
     def _check_peer(self, peer: Peer, request: _Request) -> None:
         """Check before each request, on new and pooled connections, that it may be sent to the peer."""
@@ -283,7 +300,7 @@ class Client(Closing):
                 f"({peer.name}) with {', '.join(sorted(peer.scope.roles))}. Nothing was sent to it."
             )
         if self.identity is not None and (refusal := self.identity.refusal(peer)) is not None:
-            raise NetworkError(f"peer at {address}: {refusal}")
+            raise NetworkError(f"peer at {address}: {refusal[1]}")
 
     def _key(self, request: _Request) -> tuple[str, Any]:
         """Return the pool's key: a connection goes on with the certificate that it began with, which may expire."""
@@ -334,26 +351,7 @@ def _unreachable(what: str, address: str, error: Exception) -> str:
         hint = "Compare its certificate with yours, and the clocks: forebay network show DIR."
     elif isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):
         hint = (
-            "It is full, stops or refuses this certificate; or plain HTTP (http://HOST:PORT) or a DHT node (udp://) is "
-            "there."
+            f"It is full, stops, refuses this certificate or speaks otherwise: TLS (https://{address}, --identity), "
+            f"plain HTTP (http://{address}), or it is a DHT node (udp://{address})."
         )
     return f"{what}: cannot reach {address}: {reason}. {hint}"
-
-
-def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:
-    code = ""
-    try:
-        body = json.loads(response.read(1 << 16, request.deadline))
-        code = printable(str(body["error"]), 80)
-        message = printable(str(body["message"]), 1000)
-    except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
-        message = f"(its explanation cannot be read: {type(error).__name__})"
-    if code == REVOKED:
-        message += ". Ask the issuer of the certificate why"
-    wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0
-    return RemoteError(
-        f"{request.what}: refused with {response.status} {code}: {message}",
-        response.status,
-        code,
-        min(_MAX_WAIT_S, wait_s),
-    )

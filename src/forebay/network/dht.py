@@ -117,7 +117,10 @@ class LibtorrentDht:
                 self._answered_at[key] = 0.0
                 self._session.dht_get_peers(lt.sha1_hash(key))
                 asked_at = time.monotonic()
-            own = self._query_self(key)
+            # In this node's own store: libtorrent's search queries other nodes only.
+            values = self._query(self._own_addresses()[0], b"get_peers", {b"info_hash": key}).get(b"values")
+            parsed = map(_parse_compact, values) if isinstance(values, list) else ()
+            own = {address for address in parsed if address is not None}
             with self._changed:
                 self._results[key] |= own
                 wait_s = min(1.0, deadline - time.monotonic())
@@ -194,17 +197,12 @@ class LibtorrentDht:
         for key, port in announced:
             self.announce(key, port)
 
-    def _query_self(self, key: bytes) -> set[HostPort]:
-        """Addresses in this node's own store: libtorrent's search queries other nodes only."""
-        values = self._query(self._own_addresses()[0], b"get_peers", {b"info_hash": key}).get(b"values", [])
-        addresses = [_parse_compact(compact) for compact in values] if isinstance(values, list) else []
-        return {address for address in addresses if address is not None}
-
     def _own_addresses(self) -> list[str]:
         """Addresses at which this node answers, without local ones if there are others."""
         with self._changed:
             addresses = sorted(self._addresses)
-        return [host for host in addresses if not _is_local(host)] or addresses
+        ips = map(parse_ip, addresses)
+        return [host for host, ip in zip(addresses, ips) if not (ip.is_loopback or ip.is_link_local)] or addresses
 
     def _query(self, host: str, name: bytes, arguments: dict[bytes, Any], wait_s: float = 0.5) -> dict[bytes, Any]:
         """Send a BEP 5 query to this node itself, from one of its addresses; {} if there is no answer."""
@@ -264,11 +262,6 @@ def _send_query(
         sock.connect(sockaddr)  # packets from other addresses are dropped
         sock.send(query)
         return sock.recv(65536)
-
-
-def _is_local(host: str) -> bool:
-    address = parse_ip(host)
-    return address.is_loopback or address.is_link_local
 
 
 def _parse_compact(compact: object) -> HostPort | None:

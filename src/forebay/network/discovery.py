@@ -25,7 +25,7 @@ from forebay.base import Json
 from forebay.errors import MALFORMED, NetworkError, ProtocolError
 from forebay.network import log
 from forebay.network.client import Client
-from forebay.network.messages import REVOKED, Count, Sha256
+from forebay.network.messages import REFUSED, Count, Sha256
 from forebay.network.peer import Peer, network_prefix
 from forebay.network.pki.identity import Identity, verify
 from forebay.storage.base import PermanentError
@@ -53,12 +53,14 @@ class Discovery(Protocol):
 
     def announce(self, key: bytes, port: int) -> None:
         """Announce this host and a TCP port under a key, until the record expires or the process ends."""
+        return
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """Addresses announced under a key, without duplicates; empty after `timeout_s`."""
 
     def close(self) -> None:
         """Leave. May be repeated."""
+        return
 
 
 def record_key(network_id: str, kind: str, name: str) -> bytes:
@@ -167,7 +169,7 @@ def find_providers(
         except NetworkError as error:
             is_news = client.identity is not None and client.identity.contacts.forget(address)
             (log.info if is_news else log.debug)("providers of %s: %s left out: %s", name, address, error)
-            if getattr(error, "code", "") == REVOKED:
+            if getattr(error, "code", "") in REFUSED:
                 revoked.append(str(error))
             return None
 

@@ -77,8 +77,6 @@ class TokenBucket:
     """`rate` tokens a second, at most `burst` saved. Pure: the caller passes `now` (s). Not thread-safe."""
 
     def __init__(self, rate: float, burst: float) -> None:
-        if not rate > 0:
-            raise UsageError(f"bucket: expected a rate > 0, got {rate}")
         self.rate = rate
         self.burst = burst
         self._level = self.burst
@@ -127,22 +125,14 @@ class RequestTable:
         for key, (max_num, rate) in zip(keys, bounds, strict=False):
             if self._active[key] >= max_num:
                 return "busy", f"{key}: expected at most {max_num} requests at once. Wait for their answers.", 1.0
-            if (wait_s := self._bucket(key, rate).try_take(1.0, now)) > 0:
+            if (wait_s := self.bucket(key, rate).try_take(1.0, now)) > 0:
                 return "rate", f"{key}: expected at most {rate:g} requests a second. Ask less often.", wait_s
         rate = limits.body_bytes_per_s
-        if has_body and (wait_s := self._bucket(f"bodies {peer.party}", rate).try_take(1.0, now)) > 0:
+        if has_body and (wait_s := self.bucket(f"bodies {peer.party}", rate).try_take(1.0, now)) > 0:
             return "rate", f"{keys[0]}: expected at most {rate:g} bytes of bodies a second. Send less.", wait_s
         self.num_active += 1
         self._active.update(keys)
         return None
-
-    def count_refusal(self, peer: Peer, now: float) -> float:
-        """Count a response of status 4xx; return the seconds to wait before it is sent."""
-        return self._bucket(f"refusals {peer.party}", self.limits.refusals_per_s).take(1.0, now)
-
-    def count_body(self, peer: Peer, num_bytes: int, now: float) -> None:
-        """Count bytes of a body that were received."""
-        self._bucket(f"bodies {peer.party}", self.limits.body_bytes_per_s).take(num_bytes, now)
 
     def finish(self, peer: Peer) -> None:
         """End a request that `begin` counted."""
@@ -152,14 +142,15 @@ class RequestTable:
 
     def wait_for_bytes(self, peer: Peer, num_bytes: int, now: float) -> float:
         """Count bytes to send to a peer; return the seconds to wait before sending them."""
-        buckets = [self._bucket(f"bytes {peer.party}", self.limits.bytes_per_s)]
+        buckets = [self.bucket(f"bytes {peer.party}", self.limits.bytes_per_s)]
         if peer.group:
-            buckets.append(self._bucket(f"bytes of {peer.group}", self.limits.organisation_bytes_per_s))
+            buckets.append(self.bucket(f"bytes of {peer.group}", self.limits.organisation_bytes_per_s))
         if self._upload is not None:
             buckets.append(self._upload)
         return max(bucket.take(num_bytes, now) for bucket in buckets)
 
-    def _bucket(self, key: str, rate: float) -> TokenBucket:
+    def bucket(self, key: str, rate: float) -> TokenBucket:
+        """Return the bucket of this key."""
         self._buckets[key] = bucket = self._buckets.get(key) or TokenBucket(rate, 2 * rate)
         return bucket
 

@@ -12,8 +12,8 @@ MAX_SWARM_ITEMS = 1024
 STALE_ATTEMPT = "stale_attempt"
 """Error code for an attempt of an exchange that is not newer than the last one."""
 
-REVOKED = "revoked"
-"""Error code for a peer whose certificate is revoked, expired or not valid yet: nothing that it repeats is answered."""
+REFUSED = REVOKED, EXPIRED = "revoked", "expired"
+"""Error codes for a peer whose certificate is revoked, or is not valid now: nothing that it repeats is answered."""
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Text = Annotated[str, StringConstraints(max_length=1000)]

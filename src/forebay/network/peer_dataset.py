@@ -80,6 +80,7 @@ class PeerOrigin(Origin):
         self._sources_of: list[Claim] = []
         self._claims: list[Claim] = []
         self._claims_at = 0.0
+        self.others: list[str] = []  # ids of other datasets of this name
         self.sha256_of = lru_cache(maxsize=4096)(self._look_up_sha256)
 
     def sources(self) -> Sequence[Origin]:
@@ -211,6 +212,7 @@ class PeerOrigin(Origin):
                 "Choose one by its id: ?id= or --id."
             )
         self.id = self.id or (ids[0] if ids else None)
+        self.others = [id for id in ids if id != self.id]
         claims = [claim for claim in claims if claim.dataset_id == self.id]
         if not claims:
             other = f"; those of this name serve {', '.join(ids)}" if ids else ""

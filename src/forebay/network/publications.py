@@ -128,9 +128,9 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
     if peer.peer_id != publisher:
         raise ProtocolError(f"publication: expected a certificate of {publisher[:40]}, got one of {peer.peer_id}")
     verify(peer.public_key, publication.signed_bytes(), signature)
-    if (reason := identity.refusal(peer)) is not None:
+    if (refusal := identity.refusal(peer)) is not None:
         raise ProtocolError(
-            f"dataset {name!r}: its publisher is refused: {reason}. "
+            f"dataset {name!r}: its publisher is refused: {refusal[1]}. "
             "With a valid certificate it signs again: forebay network sign"
         )
     if not peer.valid_from <= publication.signed_at <= peer.valid_until:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import ForebayError, UsageError
-from forebay.network import log
 from forebay.network.client import Client
 from forebay.network.crl_exchange import PAUSE_S, exchange_crls
 from forebay.network.discovery import Discovery, ask_many, record_key, spread
@@ -113,14 +112,15 @@ class TrustWatch:
             return
         address = admission_address(identity.node_dir)
         self._renew_at = time.monotonic() + min(3600.0, max(self.look_every_s, abs(remaining_s) / 10))
-        if address is None:
-            identity.warn_of_expiry(time.time())
-            return
+        reason = ""
         try:
-            renew_at(address, identity.node_dir)
-            identity.refresh()
+            if address is not None:
+                renew_at(address, identity.node_dir)
+                identity.refresh()
+                return
         except (ForebayError, OSError) as error:
-            log.warning("certificate of %s: %.1f h left, cannot renew it: %s", identity.name, remaining_s / 3600, error)
+            reason = f"This node cannot renew it: {error}"
+        identity.warn_of_expiry(time.time(), reason)
 
     def _discover(self) -> None:
         """Announce this node, and ask some of the nodes that others announced; more often while no member is known."""

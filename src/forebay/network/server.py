@@ -90,9 +90,9 @@ class Server(Closing):
     def find_faults(self) -> list[str]:
         """Return the faults of this process, of its certificate, and of its DHT."""
         own = self.identity.refusal(self.identity.as_peer) if self.identity is not None else None
-        own = own and f"a valid certificate: {own}; renew it (forebay network renew) or join again"
+        fault = own and f"a valid certificate: {own[1]}; renew it (forebay network renew) or join again"
         dht_fault = self.discovery.fault if self.discovery is not None else ""
-        return list(filter(None, [own, dht_fault, *self.faults()]))
+        return list(filter(None, [fault, dht_fault, *self.faults()]))
 
     @property
     def num_connections(self) -> int:

@@ -352,8 +352,8 @@ class ServerCore:
             log.debug("connected: peer_id=%s from=%s", connection.peer.peer_id, connection.address)
         return not self.is_draining and self.connections.add(connection)
 
-    def refusal(self, peer: Peer) -> str | None:
-        """Reason why a connected peer is refused; None if it may go on."""
+    def refusal(self, peer: Peer) -> tuple[str, str] | None:
+        """Code and reason why a connected peer is refused; None if it may go on."""
         return self.identity.refusal(peer) if self.identity is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -389,8 +389,8 @@ class ServerCore:
             return refused
         # CRLs are signed and for all: a revoked member learns of it from the list itself.
         is_public = scope["method"] == "GET" and scope["path"].startswith(CRLS)
-        if not is_public and (reason := self.refusal(peer)) is not None:
-            error = ApiError(403, "revoked", reason)
+        if not is_public and (refusal := self.refusal(peer)) is not None:
+            error = ApiError(403, *refusal)
             connection.record_refusal(f"{scope['method']} {scope['path']}", error)
             return error
         if self.is_draining:
@@ -408,7 +408,8 @@ class ServerCore:
             if _declared_bytes(scope) <= max_body:
                 message = await receive()
                 num_piece = len(message.get("body", b""))
-                self.requests.count_body(connection.peer, num_piece, self.loop.time())
+                bucket = self.requests.bucket(f"bodies {connection.peer.party}", self.limits.body_bytes_per_s)
+                bucket.take(num_piece, self.loop.time())
                 num_body += num_piece
                 if num_body <= max_body:
                     return message
@@ -443,26 +444,27 @@ class ServerCore:
 
     async def _delay(self, connection: PeerProtocol) -> None:
         """Wait where a peer is refused too often: what is answered with an error costs its sender time."""
-        if (wait_s := self.requests.count_refusal(connection.peer, self.loop.time())) > 0:
+        bucket = self.requests.bucket(f"refusals {connection.peer.party}", self.limits.refusals_per_s)
+        if (wait_s := bucket.take(1.0, self.loop.time())) > 0:
             await asyncio.sleep(min(MAX_DELAY_S, wait_s))
 
     def sweep(self) -> None:
         """End connections that are late, expired or revoked."""
         self._name_crls()
         now = self.time()
-        refusals = dict[str, str | None]()
+        refusals = dict[str, tuple[str, str] | None]()
         self.connections.cancel_handshakes(now - self.limits.handshake_s)
         for connection in self.connections.all():
             peer = connection.peer
             if peer.peer_id not in refusals:
                 refusals[peer.peer_id] = self.refusal(peer)
-            if (reason := refusals.get(peer.peer_id)) is not None:
-                log.warning("connection cut: %s", reason)
+            if (refusal := refusals.get(peer.peer_id)) is not None:
+                log.warning("connection cut: %s", refusal[1])
                 connection.abort()
             elif connection.is_late(now, self.limits):
                 log.debug("connection cut: address=%s too slow in phase=%s", connection.address, connection.phase)
                 connection.abort()
-        if num := sum(reason is not None for reason in refusals.values()):
+        if num := sum(refusal is not None for refusal in refusals.values()):
             assert self.identity is not None
             self.identity.record_event("cut", connections=num, reason="revoked")
 

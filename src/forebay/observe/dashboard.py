@@ -61,8 +61,7 @@ class Dashboard(Closing):
         self._source, self._record = source, record
         self._view = make_view("", "", "starting")
         self._points: deque[Json] = deque(maxlen=_NUM_POINTS)
-        app = self._app()
-        self._server = Server(app, None, host, port, limits=ServerLimits(connections=256))
+        self._server = Server(self._app(), None, host, port, limits=ServerLimits(connections=256))
         self._server.add_task("dashboard poll", self._run)
 
     @property

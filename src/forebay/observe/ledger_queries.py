@@ -292,8 +292,7 @@ def _copy(path: Path, directory: Path) -> None:
 
 
 def _stamps(files: list[Path]) -> list[tuple[int, int]]:
-    stats = [file.stat() for file in files if file.exists()]
-    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+    return [(stat.st_size, stat.st_mtime_ns) for stat in (file.stat() for file in files if file.exists())]
 
 
 def verify_steps(path: Path) -> StepsReport:

@@ -57,6 +57,10 @@ class DatasetSpec:
     chunk_bytes: int | None = None  # None: that of new datasets.
     name: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        return int(self.slice_bytes.sum())
+
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -135,7 +139,7 @@ class RunPlan:
 
     @property
     def total_bytes(self) -> int:
-        return sum(int(spec.slice_bytes.sum()) for spec in self.job.datasets)
+        return sum(spec.num_bytes for spec in self.job.datasets)
 
     @property
     def least_bytes(self) -> int:
@@ -158,7 +162,7 @@ class RunPlan:
             {
                 "name": spec.name,
                 "slices": len(spec.slice_bytes),
-                "bytes": int(spec.slice_bytes.sum()),
+                "bytes": spec.num_bytes,
                 "samples": part.order.num_samples,
                 **part.order.shape,
                 "passes": passes,
@@ -210,7 +214,7 @@ def _figures(job: RunSpec) -> RunPlan:
     passes = [1.0] if job.weights is None else (steps * job.global_batch * quotas / quotas.sum() / num_samples).tolist()
     nodes = [part.nodes[0] for part in parts]
     disk = NodeNeeds(nodes[0].count, *(sum(of) for of in zip(*(astuple(node)[1:] for node in nodes))))
-    total_bytes = sum(int(spec.slice_bytes.sum()) for spec in job.datasets)
+    total_bytes = sum(spec.num_bytes for spec in job.datasets)
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
     memory_bytes = job.ranks_per_node * (fixed_bytes + sample_bytes * batch_size)
@@ -273,7 +277,7 @@ def _memory_bytes(job: RunSpec) -> tuple[int, int]:
     if job.seq_len is not None:
         sample = (job.seq_len + 1) * _TOKEN_BYTES
     else:
-        sample = max(-(-int(spec.slice_bytes.sum()) // int(spec.slice_samples.sum())) for spec in job.datasets)
+        sample = max(-(-spec.num_bytes // int(spec.slice_samples.sum())) for spec in job.datasets)
     return fixed, sample * _BATCHES
 
 

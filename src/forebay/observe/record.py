@@ -65,8 +65,7 @@ class RunRecord:
         self._size, self._written_at = self._size + len(line), view["at"]
 
     def _thin(self) -> None:
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        rest = b"".join(lines[1::2])
+        rest = b"".join(self.path.read_bytes().splitlines(keepends=True)[1::2])
         atomic_write(self.path, rest)
         self._size, self._interval_s = len(rest), 2 * self._interval_s
 

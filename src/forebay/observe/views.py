@@ -3,7 +3,8 @@
 A view is JSON. All of its texts may come from other members or from a corpus: the reader escapes them. Keys
 that are missing or empty have nothing to show:
 
-- `kind` (job, run, node, loader, preparation), `title`, `state`, `at` (Unix seconds), `message`.
+- `kind` (job, run, node, loader, preparation), `title`, `state`, `at` (Unix seconds), `message`; `faults`: why it
+  cannot go on, which are in the message, too.
 - `progress`: `done`, `total` in `unit`; `epoch` (from 1), `epochs`; `eta_s`.
 - `figures`: label to (value, unit); units are B, B/s, tokens/s, samples/s, documents/s, share, s,
   id, and "" for a plain number.
@@ -22,13 +23,12 @@ from typing import Any, TypeAlias
 
 from forebay.base import Json
 from forebay.load.stats import CAUSES, find_bottleneck, rates
-from forebay.units import format_seconds
+from forebay.units import format_seconds, numbered
 
 View: TypeAlias = Json
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
 
-VERSION = 1
 MAX_ROWS = 1000
 _SILENCE = {"silent": "has not reported", "lost": "is gone, silent"}
 _MAX_AGE_S = 60.0  # Of a report of a preparation that runs.
@@ -59,13 +59,17 @@ COLUMNS = {
 
 
 def make_view(kind: str, title: str, state: str, **parts: Any) -> View:
-    """A view of its parts, without those that are None or empty; a figure without a unit may be its number alone."""
+    """A view of its parts, without those that are None or empty; a figure without a unit may be its number alone.
+
+    `faults` are in its message, too.
+    """
+    parts["message"] = "; ".join([*parts.get("faults", ()), *filter(None, [parts.get("message")])])
     figures = parts.get("figures", {}).items()
     parts["figures"] = {
         label: figure if isinstance(figure, tuple) else (figure, "") for label, figure in figures if figure is not None
     }
     parts = {name: value for name, value in parts.items() if value not in (None, "", [], {}, ())}
-    return {"version": VERSION, "kind": kind, "title": title, "state": state, "at": round(time.time(), 3), **parts}
+    return {"kind": kind, "title": title, "state": state, "at": round(time.time(), 3), **parts}
 
 
 def view_of(status: Row, nodes: Rows = (), per_s: float | None = None) -> View:
@@ -91,9 +95,8 @@ def job_view(status: Row, nodes: Rows) -> View:
     origin_bytes, peer_bytes = (sum(worker[f"{of}_bytes"] for worker in workers) for of in ("origin", "peer"))
     waits = mean_waits(worker["wait_shares"] for worker in active if worker["processes"])
     aside, num_left_out, total_bytes = status["set_aside"], status["num_left_out"], origin_bytes + peer_bytes
-    notes = list(status["faults"])
-    if status["num_workers"] and not workers:
-        notes.append("its workers and events are shown to the roles viewer and admin")
+    hidden = status["num_workers"] and not workers
+    notes = ["its workers and events are shown to the roles viewer and admin"] if hidden else []
     notes += [f"{num_left_out:,} samples of slices set aside were not used"] if num_left_out else []
     notes += dict.fromkeys(f"slice {item['slice']} is set aside: {item['reason']}" for item in aside[:5])
     figures = {
@@ -107,7 +110,7 @@ def job_view(status: Row, nodes: Rows) -> View:
     }  # fmt: skip
     return make_view(
         "job", status["name"], status["state"],
-        message="; ".join(notes),
+        message="; ".join(notes), faults=status["faults"],
         progress={
             "done": status["samples_used"], "total": status["num_samples"], "unit": "samples",
             "epoch": min(status["epoch"] + 1, status["epochs"]), "epochs": status["epochs"],
@@ -131,14 +134,14 @@ def job_view(status: Row, nodes: Rows) -> View:
 
 
 def _worker_row(peer_id: str, worker: Row, job: Row) -> Json:
-    is_silent = worker["last_seen_s"] > job["lease_s"] or (not worker["leases"] and worker["last_seen_s"] > 5.0)
+    is_silent = worker["last_seen_s"] > (job["lease_s"] / 2 if worker["leases"] else 5.0)  # it sends in a third of it
     waits = worker["wait_shares"]
     silent = "ended" if job["state"] in ("done", "incomplete") else "silent"
     state = silent if is_silent else "working" if worker["tokens_per_s"] else "idle"
     state = "revoked" if worker["revoked"] else state
     return {
         **worker, "id": peer_id, "name": worker["name"] or peer_id, "state": state, "rate": worker["tokens_per_s"],
-        "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits), "step": worker["batches"],
+        "wait_share": sum(waits.values()), "waits_for": cause_of(waits), "step": worker["batches"],
         "cache_budget_bytes": worker["cache_bytes"],
     }  # fmt: skip
 
@@ -182,7 +185,7 @@ def node_view(status: Row, bytes_per_s: float | None) -> View:
     """A data node by itself."""
     row, swarms = node_row(status, bytes_per_s), status["swarms"]
     return make_view(
-        "node", row["name"], row["state"], message="; ".join(status["faults"]),
+        "node", row["name"], row["state"], faults=status["faults"],
         figures={
             "sent": (row["bytes_sent"], "B"), "connections": row["connections"], "up": (status["up_s"], "s"),
             "throughput": None if bytes_per_s is None else (bytes_per_s, "B/s"),
@@ -215,8 +218,8 @@ def run_view(status: Row, steps_per_s: float | None) -> View:
     ]  # fmt: skip
     return make_view(
         "run", f"run {status['run_id']}", state,
-        message="; ".join(status["faults"])
-        or (f"waiting for {waiting_for} more workers" if not generation and waiting_for > 0 else ""),
+        faults=status["faults"],
+        message=f"waiting for {numbered(waiting_for, 'more worker')}" if not generation and waiting_for > 0 else "",
         progress=last and {
             "done": status["step"], "total": last, "unit": "steps",
             "eta_s": (last - status["step"]) / steps_per_s if steps_per_s else None,
@@ -241,15 +244,15 @@ def loader_view(
     """
     elapsed_s = max(elapsed_s, 1e-9)
     unit, rate, waits, mfu = rates(before, after, elapsed_s)
-    waits[cause_in_progress] += min(after["waiting_s"], elapsed_s) / elapsed_s
-    waits = {cause: round(min(share, 1.0), 4) for cause, share in waits.items() if share > 0}
+    waits[cause_in_progress] += max(0.0, min(after["waiting_s"] / elapsed_s, 1.0 - sum(waits.values())))
+    waits = {cause: round(share, 4) for cause, share in waits.items() if share > 0}
     steps_per_s = (after["batches"] - before["batches"]) / elapsed_s
     remaining = None if total_steps is None else total_steps - state["step"]
     is_done = remaining is not None and remaining <= 0
     row = {
         "id": f"rank {rank}", "name": f"rank {rank}", "rank": rank, "rate": rate, "mfu": mfu, "step": state["step"],
         "state": "done" if is_done else "working" if steps_per_s else "idle", "last_seen_s": 0.0, "wait_shares": waits,
-        "wait_share": min(1.0, sum(waits.values())), "waits_for": cause_of(waits),
+        "wait_share": sum(waits.values()), "waits_for": cause_of(waits),
         "cached_bytes": int(after.get("cached_bytes", 0)), "cache_budget_bytes": cache_bytes,
         "origin_bytes": int(after.get("fetched_bytes", 0)), "peer_bytes": 0, "shared_bytes": 0,
     }  # fmt: skip
@@ -286,7 +289,7 @@ def merge_views(views: Sequence[View]) -> View:
         values = [view["figures"][label] for view in views if label in view.get("figures", {})]
         if values:
             figures[label] = (sum(value for value, _ in values), values[0][1])
-    figures["waiting"] = (min(1.0, sum(waits.values())), "share")
+    figures["waiting"] = (sum(waits.values()), "share")
     if mfu := mean_mfu(workers):
         figures["MFU"] = mfu
     counts = Counter[str]()
@@ -294,13 +297,6 @@ def merge_views(views: Sequence[View]) -> View:
         counts.update({row["name"]: row.get("tokens", 0) for row in view.get("datasets", [])})
     merged = {**latest, "workers": workers, "waits": waits, "advice": advice_of(waits), "figures": figures}
     return {**merged, "datasets": _dataset_rows(counts)} if counts else merged
-
-
-def _age(record: Row) -> str:
-    age_s = time.time() - record["updated_at"]
-    if record["state"] != "running" or age_s < _MAX_AGE_S:
-        return ""
-    return f"the last report is {format_seconds(age_s)} old: the process may be gone, or its clock differs"
 
 
 def preparation_view(record: Row) -> View:
@@ -325,9 +321,13 @@ def preparation_view(record: Row) -> View:
          f"{format_seconds(m['last_report_s'])}: its tasks are taken over"}
         for m in record["members"] if m["state"] in _SILENCE
     ]  # fmt: skip
-    advice = "the same command resumes it" if record["state"] == "interrupted" else _age(record)
+    age_s = time.time() - record["updated_at"]
+    advice = "the same command resumes it" if record["state"] == "interrupted" else ""
+    if record["state"] == "running" and age_s >= _MAX_AGE_S:
+        advice = f"the last report is {format_seconds(age_s)} old: the process may be gone, or its clock differs"
     return make_view(
-        "preparation", record["name"] or record["output"], record["state"], message=record["error"] or advice,
+        "preparation", record["name"] or record["output"], record["state"],
+        faults=[record["error"]] if record["error"] else [], message="" if record["error"] else advice,
         progress=current and {
             "done": current["done"], "total": current["total"], "unit": current["unit"],
             "stage": current["stage"], "eta_s": record["remaining_s"],

@@ -68,7 +68,7 @@ log = logging.getLogger("forebay.prepare")
 _ASSETS = re.compile(
     r"\.(svg|css|[mc]?js|map|md5|sha\d+|cdxj?(\.\w+)?)$|\b(md5|sha\d+)sums?(\.txt)?$|multistream-index\d*\.txt", re.I
 )
-_FORCE = "Force a format with --set read.format=NAME, or leave it out"
+_FORCE = "Force a format with --set read.format=NAME, or leave it out; forebay convert reads tokens and images"
 _MAX_ROWS = 100  # That tell which fields have text.
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
@@ -300,7 +300,7 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
     if is_named and head:
         raise PrepareError(
             f"{file.path}: expected one of {', '.join(names)}, got {reason} (it begins with bytes "
-            f"{head[:8].hex(' ')}). {'Unpack or convert it first' if reason in ARCHIVES.values() else _FORCE + '; forebay convert reads tokens and images'}."
+            f"{head[:8].hex(' ')}). {'Unpack or convert it first' if reason in ARCHIVES.values() else _FORCE}."
         )
     return Skipped(file.path, reason)
 

@@ -4,11 +4,11 @@ Nothing of it is persisted or decides anything. Memory: some 4 KB a worker that 
 """
 
 import logging
-import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from forebay.scheduler.leases import LeaseTable
 RATE_SPAN_S = 30.0  # a worker's rate is its mean over this time
 MAX_RECENT = 64  # uses of a worker from which its rate is computed
 SHARE_SPAN_S = 10.0  # the shares of its time are over this time, and up to twice as much
+MIN_SPAN_S = 5.0  # a shorter time says nothing: it is mostly the start, or the first slice after an outage
 STATS_TTL_S = 60.0  # then what a process reported of itself is dropped
 MAX_PROCESSES = 64  # processes of a worker whose reports are stored
 MAX_EVENTS = 200
@@ -35,29 +36,32 @@ _RETURNED = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class ProcessStats:
-    """The reports of one process: the latest, and an earlier one to compare it with."""
+Report: TypeAlias = tuple[float, WorkerStats]
+"""When it came, and what it says."""
 
-    received_at: float
-    latest: WorkerStats
-    since: float
-    base: WorkerStats
 
-    def add(self, stats: WorkerStats, now: float) -> None:
-        if self.received_at - self.since >= SHARE_SPAN_S or stats.busy_s < self.base.busy_s:
-            self.since = self.received_at
-            self.base = self.latest
-        self.received_at = now
-        self.latest = stats
+class ProcessStats(NamedTuple):
+    """The reports of one process: the last, and two earlier ones to compare it with."""
+
+    base: Report
+    middle: Report
+    last: Report
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.last[0] - self.base[0]
 
     def shares(self) -> dict[str, float]:
-        """The share of the time that each cause of waiting took."""
-        elapsed_s, latest = max(self.received_at - self.since, 1e-3), self.latest
-        waits = {cause: s - self.base.waits_s.get(cause, 0.0) for cause, s in latest.waits_s.items()}
-        if latest.waiting_s:
-            waits[latest.waiting_for] = waits.get(latest.waiting_for, 0.0) + latest.waiting_s
-        return {cause: min(1.0, round(s / elapsed_s, 4)) for cause, s in waits.items() if s > 0}
+        """The share of the time that each cause of waiting took; none before MIN_SPAN_S have passed."""
+        if self.elapsed_s < MIN_SPAN_S:
+            return {}
+        waits = defaultdict[str, float](float)  # With that in progress, which may end as one of another cause.
+        for sign, (_, stats) in ((1, self.last), (-1, self.base)):
+            for cause, s in (*stats.waits_s.items(), (stats.waiting_for, stats.waiting_s)):
+                waits[cause] += sign * s
+        longer = {cause: s for cause, s in waits.items() if s > 0}
+        share = max(0.0, min(1.0, sum(waits.values()) / self.elapsed_s))
+        return {cause: round(share * s / sum(longer.values()), 4) for cause, s in longer.items()}
 
 
 @dataclass(slots=True)
@@ -88,31 +92,37 @@ class WorkerUsage:
         return (self.recent_tokens - recent[0][1]) / max(0.1, now - recent[0][0])
 
     def add_stats(self, session: str, stats: WorkerStats, now: float) -> None:
-        self.processes = {key: p for key, p in self.processes.items() if now - p.received_at < STATS_TTL_S}
-        if (process := self.processes.get(session)) is not None:
-            process.add(stats, now)
-        elif len(self.processes) < MAX_PROCESSES:
-            self.processes[session] = ProcessStats(now, stats, now, stats)
+        self.processes = {key: p for key, p in self.processes.items() if now - p.last[0] < STATS_TTL_S}
+        if session not in self.processes and len(self.processes) >= MAX_PROCESSES:
+            return
+        report = now, stats
+        base, middle, last = self.processes.get(session) or (report,) * 3
+        if stats.busy_s < last[1].busy_s:  # It started again.
+            base = middle = report
+        elif now - middle[0] >= SHARE_SPAN_S:
+            base, middle = middle, report
+        self.processes[session] = ProcessStats(base, middle, report)
 
     def describe(self, now: float) -> Json:
         """The worker's part of the status; shares are means over its processes, bytes and batches are sums."""
-        processes = [p for p in self.processes.values() if now - p.received_at < STATS_TTL_S]
+        processes = [p for p in self.processes.values() if now - p.last[0] < STATS_TTL_S]
+        latest = [p.last[1] for p in processes]
         waits: dict[str, float] = {}
         for process in processes:
             for cause, share in process.shares().items():
                 waits[cause] = waits.get(cause, 0.0) + share / len(processes)
-        measured = [process for process in processes if process.latest.ideal_s]
+        measured = [process for process in processes if process.last[1].ideal_s]
         # Processes of one node may share a cache, and report the same one.
-        caches = {(p.latest.cache_bytes, p.latest.cached_bytes) for p in processes}
+        caches = {(stats.cache_bytes, stats.cached_bytes) for stats in latest}
         return {
             "name": self.name, "samples": self.samples, "last_seen_s": round(now - self.seen_at, 3),
             "tokens_per_s": round(self.rate(now), 1), "processes": len(processes), "wait_shares": waits,
             "mfu": sum(
-                (p.latest.ideal_s - p.base.ideal_s) / max(p.received_at - p.since, 1e-3) for p in measured
+                (p.last[1].ideal_s - p.base[1].ideal_s) / max(p.elapsed_s, 1e-3) for p in measured
             ) / len(measured) if measured else None,
             "cached_bytes": sum(cached for _, cached in caches), "cache_bytes": sum(size for size, _ in caches),
             **{
-                name: sum(getattr(p.latest, name) for p in processes)
+                name: sum(getattr(stats, name) for stats in latest)
                 for name in ("batches", "origin_bytes", "peer_bytes", "shared_bytes")
             },
         }  # fmt: skip
@@ -128,9 +138,12 @@ class Activity:
         self._uses = deque[Json](maxlen=MAX_USES)
 
     def notice(self, peer: Peer, now: float) -> WorkerUsage:
-        """The usage of a worker that sent a request."""
-        usage = self.workers.setdefault(peer.peer_id, WorkerUsage(peer.name, -math.inf))
-        if usage.seen_at == -math.inf:
+        """The usage of a worker that sent a request; the name of another has its peer id behind it."""
+        usage = self.workers.get(peer.peer_id)
+        if usage is None:
+            is_taken = any(other.name == peer.name for other in self.workers.values())
+            name = f"{peer.name} ({peer.peer_id})" if is_taken else peer.name
+            usage = self.workers[peer.peer_id] = WorkerUsage(name, now)
             self._add("info", f"{self._name(peer.peer_id)} joined")
         usage.seen_at = now
         self.revoked.discard(peer.peer_id)
@@ -144,6 +157,7 @@ class Activity:
 
     def record(self, new: Iterable[Event], table: LeaseTable) -> None:
         """Record events of the core that a person may want to know of."""
+        returned: dict[str, list[int]] = {}
         for event in new:
             match event:
                 case events.UsesRecorded(worker, uses):
@@ -157,8 +171,8 @@ class Activity:
                 case events.LeaseReturned(lease_id, reason) if reason in _RETURNED:
                     ended = table.ended.get(lease_id)
                     if ended is not None:
-                        text = f"{self._name(ended.worker)} {_RETURNED[reason]}: slice {ended.slice_index} is free"
-                        self._add("warning", text)
+                        text = f"{self._name(ended.worker)} {_RETURNED[reason]}"
+                        returned.setdefault(text, []).append(ended.slice_index)
                 case events.SliceFailed(index, worker, reason):
                     self._add("warning", f"{self._name(worker)} cannot read slice {index}: {reason}")
                 case events.SliceSetAside(_, index, start, stop, reason):
@@ -176,6 +190,8 @@ class Activity:
                     self._add(
                         "warning", f"{self._name(reporter)} reports {self._name(peer_id)} for slice {index}: {reason}"
                     )
+        for text, (first, *others) in returned.items():
+            self._add("warning", f"{text}: {f'{len(others) + 1} slices are' if others else f'slice {first} is'} free")
 
     def describe(self) -> Json:
         """The last events and uses, latest first."""

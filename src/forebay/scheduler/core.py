@@ -21,6 +21,7 @@ from forebay.scheduler.leases import JobSpec, LeaseLostError, LeaseTable
 from forebay.scheduler.sessions import PeerQuotas, SessionCaches, WorkerSession
 from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm
+from forebay.units import numbered
 
 MAX_LEASES = 16  # of a session: the lease in use and those it prefetches
 _RESIGN = "the rest of this receipt was not recorded: sign the uses again, from the offsets given here"
@@ -67,6 +68,7 @@ class SchedulerCore:
         self._num_ids = 0
         self._served_at: float | None = None  # when a data node was seen last; None: not yet
         self._is_served: bool | None = None  # whether one is here; None: the caller names none
+        self._others: Sequence[str] = ()  # ids of other datasets of this name
         # (worker, slice) to when the worker may have it again, after it failed on it or released it.
         self._avoided: dict[tuple[str, int], float] = {}
         self._events: list[Event] = []  # of the call in progress
@@ -260,7 +262,12 @@ class SchedulerCore:
             session.recent.append(samples[0])
             if quota.unused_since is None:
                 quota.unused_since = now
-            grants.append(self._describe(session, lease_id, now))
+            lease, (index, start, stop) = self.table.leases[lease_id], samples
+            providers = () if session.has_cached(index) else tuple(self.swarm.providers(index, lease.worker, now))
+            grants.append(LeaseGrant(
+                lease_id, self.spec.name, lease.epoch, index, self.spec.dataset_id, start, stop,
+                int(self.table.samples[index]), providers, round(self.table.lease_s, 3),
+            ))  # fmt: skip
         if len(grants) == num_wanted:
             return grants, 0.0
         return grants, 1.0 if self.paused or self.table.done else round(self.table.wait(session, now), 3)
@@ -273,7 +280,10 @@ class SchedulerCore:
         if (barred_s := self._quotas.of(session.worker).barred_until - now) > 0:
             return "barred", f"this node did not use its leases, and gets none for {barred_s:.0f} s"
         if table.used + table.leased + table.num_aside == table.num_samples:
-            return "leased", f"other workers have the rest ({len(table.leases) - len(session.leases)} leases)"
+            return (
+                "leased",
+                f"other workers have the rest ({numbered(len(table.leases) - len(session.leases), 'lease')})",
+            )
         if text := self.unserved(now):
             return "unserved", text
         return "avoided", "what is left was tried here in vain; it is tried again soon"
@@ -285,7 +295,8 @@ class SchedulerCore:
         seen = "none was seen since the scheduler started"
         if self._served_at is not None:
             seen = f"last seen {now - self._served_at:.0f} s ago"
-        return f"no data node serves {self.spec.name!r}; {seen}"
+        others = f" of the id {self.spec.dataset_id}, only of {', '.join(self._others)}" if self._others else ""
+        return f"no data node serves {self.spec.name!r}{others}; {seen}"
 
     def _choose(self, session: WorkerSession, now: float) -> SampleRange | None:
         if self.paused:
@@ -299,15 +310,6 @@ class SchedulerCore:
 
         # Without an origin only slices with copies are offered.
         return self.table.choose(session, is_avoided, now, self.swarm.copies() > 0 if is_offered is not None else None)
-
-    def _describe(self, session: WorkerSession, lease_id: str, now: float) -> LeaseGrant:
-        lease = self.table.leases[lease_id]
-        index = lease.slice_index
-        providers = () if session.has_cached(index) else tuple(self.swarm.providers(index, lease.worker, now))
-        return LeaseGrant(
-            lease_id, self.spec.name, lease.epoch, index, self.spec.dataset_id, lease.start, lease.stop,
-            int(self.table.samples[index]), providers, round(self.table.lease_s, 3),
-        )  # fmt: skip
 
     # Checks of what workers report.
 
@@ -418,12 +420,13 @@ class SchedulerCore:
         self._avoided = {key: until for key, until in self._avoided.items() if until > now}
         return self._take_events()
 
-    def add_origins(self, origins: Sequence[Provider], now: float) -> None:
+    def add_origins(self, origins: Sequence[Provider], now: float, others: Sequence[str] = ()) -> None:
         """The data nodes that serve the dataset now; call it within the swarm's time to live.
 
-        After the first call a slice is leased only to workers that have it, or that can be sent to a provider of it.
+        `others`: ids of other datasets of its name that are served. After the first call a slice is leased only to
+        workers that have it, or that can be sent to a provider of it.
         """
-        self._is_served = bool(origins)
+        self._is_served, self._others = bool(origins), others
         if origins:
             self._served_at = now
         else:

@@ -29,7 +29,18 @@ from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError,
 from forebay.lease.messages import ExchangeReply, ExchangeRequest
 from forebay.ledger.chain import receipt_message
 from forebay.load.packing import DocumentSubset
-from forebay.network.app import ApiError, JsonResponse, Metric, file_response, make_app, peer_of, role, source_of
+from forebay.network.app import (
+    ApiError,
+    JsonResponse,
+    Metric,
+    counter,
+    file_response,
+    gauge,
+    make_app,
+    peer_of,
+    role,
+    source_of,
+)
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
@@ -158,7 +169,12 @@ class SchedulerService:
     def left_out(self) -> str:
         """A line about unused samples and what was set aside; "" if all are used."""
         job = self._job_status()
-        return status.left_out_line(job) if job["num_left_out"] else ""
+        asides = job["set_aside"]
+        slices = ", ".join(str(aside["slice"]) for aside in asides[:20]) + (", …" if len(asides) > 20 else "")
+        reasons = "; ".join(dict.fromkeys(aside["reason"] for aside in asides[:20]))
+        line = f"job {self.name!r}: expected every sample to be used, got {job['num_left_out']:,} unused"
+        line += f", of slices set aside: {slices} ({reasons})" if asides else ""
+        return line if job["num_left_out"] else ""
 
     def start(self) -> None:
         """Find the dataset, open or resume the job, serve and announce it.
@@ -228,8 +244,7 @@ class SchedulerService:
 
     @property
     def _journal(self) -> Journal:
-        if self._opened is None:
-            raise UsageError(f"scheduler of {self.name}: not started. Call start() first.")
+        assert self._opened is not None  # After `start`.
         return self._opened
 
     # Background tasks.
@@ -238,7 +253,8 @@ class SchedulerService:
         self._discovery.announce(record_key(self.identity.network_id, "scheduler", self.name), self._server.port)
 
     def _add_origins(self) -> None:
-        self._journal.core.add_origins(self._catalog.origins(), time.monotonic())
+        catalog = self._catalog
+        self._journal.core.add_origins(catalog.origins(), time.monotonic(), catalog.origin.others)
 
     async def _run_discovery(self) -> None:
         interval_s = self._rediscover_s
@@ -252,7 +268,9 @@ class SchedulerService:
             with self._lock:
                 unserved = self._unserved()
                 self._add_origins()
-                is_over = not self._unserved()
+                is_over = unserved and not self._unserved()
+                for usage in self._activity.workers.values() if is_over else ():
+                    usage.processes.clear()  # Their shares are of the outage.
             if is_over and "last seen" in unserved:
                 log.warning("scheduler %s: data nodes serve %r again", self.name, self.name)
 
@@ -455,7 +473,26 @@ class SchedulerService:
             ) | {"faults": faults}
 
     def _metrics(self) -> list[Metric]:
-        return status.metrics(self._job_status(), len(self._activity.workers), self._num_exchanges, self._core_s)
+        job = self._job_status()
+
+        def of_job(name: str, about: str, value: int) -> Metric:
+            return gauge(f"forebay_job_{name}", about, {self.name: value}, "dataset")
+
+        return [
+            of_job("samples_used", "Samples used, over all epochs.", job["samples_used"]),
+            of_job("samples", "Samples of all epochs.", job["num_samples"]),
+            of_job("epoch", "The epoch, counted from 1.", min(job["epoch"] + 1, job["epochs"])),
+            of_job("leases", "Leases of slices that are in use.", job["slices_leased"]),
+            of_job("idle_workers", "Workers that wait for a lease.", job["idle"]),
+            of_job(
+                "slices_set_aside", "Slices that no worker could read, which are not leased.", len(job["set_aside"])
+            ),
+            gauge(
+                "forebay_scheduler_workers", "Workers that sent a request since the start.", len(self._activity.workers)
+            ),
+            counter("forebay_scheduler_exchanges_total", "Exchanges answered.", self._num_exchanges),
+            counter("forebay_scheduler_core_seconds_total", "Time spent in the scheduler's core.", self._core_s),
+        ]
 
     def _job_status(self) -> Json:
         with self._lock:

@@ -1,10 +1,9 @@
-"""The scheduler's status, as JSON and metrics."""
+"""The scheduler's status, as JSON and as a line."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from forebay.base import Json
-from forebay.network.app import Metric, counter, gauge
 from forebay.scheduler.activity import Activity, coverage
 from forebay.scheduler.catalog import Catalog
 from forebay.scheduler.core import SchedulerCore
@@ -15,8 +14,8 @@ MAX_WORKERS_SHOWN = 1000
 
 def job_status(core: SchedulerCore, now: float) -> Json:
     """The progress of the job; samples count over all epochs, slices in this one. `unserved`: that it stands still."""
-    state = "paused" if core.paused else "running"
-    table = core.table
+    table, unserved = core.table, core.unserved(now)
+    state = "paused" if core.paused else "waiting" if unserved and not table.leases else "running"
     spec = core.spec
     if table.done:
         state = "incomplete" if core.num_left_out else "done"
@@ -27,18 +26,8 @@ def job_status(core: SchedulerCore, now: float) -> Json:
         "slices_used": len(table.samples) if table.done else table.num_used_slices,
         "slices_leased": len(table.leases), "idle": len(table.waiting), "num_left_out": core.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(core.reasons.items())],
-        "done": table.done and not core.num_left_out, "unserved": core.unserved(now),
+        "done": table.done and not core.num_left_out, "unserved": unserved,
     }  # fmt: skip
-
-
-def left_out_line(job: Mapping[str, Any]) -> str:
-    """Why a job is incomplete: its slices that were set aside."""
-    asides = job["set_aside"]
-    slices = ", ".join(str(aside["slice"]) for aside in asides[:20]) + (", …" if len(asides) > 20 else "")
-    reasons = "; ".join(dict.fromkeys(aside["reason"] for aside in asides[:20]))
-    return f"job {job['name']!r}: expected every sample to be used, got {job['num_left_out']:,} unused" + (
-        f", of slices set aside: {slices} ({reasons})" if asides else ""
-    )
 
 
 def full_status(core: SchedulerCore, activity: Activity, catalog: Catalog, ledger_entries: int, now: float) -> Json:
@@ -70,25 +59,6 @@ def full_status(core: SchedulerCore, activity: Activity, catalog: Catalog, ledge
             for (peer_id, index), reporters in core.reports.items()
         ],
     }  # fmt: skip
-
-
-def metrics(job: Mapping[str, Any], num_workers: int, exchanges: int, cpu_s: float) -> list[Metric]:
-    """The figures of `GET /metrics`, from the status of the job."""
-
-    def of_job(name: str, about: str, value: int) -> Metric:
-        return gauge(f"forebay_job_{name}", about, {job["name"]: value}, "dataset")
-
-    return [
-        of_job("samples_used", "Samples used, over all epochs.", job["samples_used"]),
-        of_job("samples", "Samples of all epochs.", job["num_samples"]),
-        of_job("epoch", "The epoch, counted from 1.", min(job["epoch"] + 1, job["epochs"])),
-        of_job("leases", "Leases of slices that are in use.", job["slices_leased"]),
-        of_job("idle_workers", "Workers that wait for a lease.", job["idle"]),
-        of_job("slices_set_aside", "Slices that no worker could read, which are not leased.", len(job["set_aside"])),
-        gauge("forebay_scheduler_workers", "Workers that sent a request since the start.", num_workers),
-        counter("forebay_scheduler_exchanges_total", "Exchanges answered.", exchanges),
-        counter("forebay_scheduler_core_seconds_total", "Time spent in the scheduler's core.", cpu_s),
-    ]
 
 
 def job_line(job: Mapping[str, Any]) -> str:

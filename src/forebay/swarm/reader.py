@@ -120,11 +120,11 @@ class SwarmReader:
         self._patience_s = max(_MIN_PATIENCE_S, self.table.bytes.max(initial=0) / _SLICE_BYTES_PER_S)
         self._is_due = self._closed = False
         own = Provider(share.identity.peer_id, self._address, False) if share is not None else None
-        self._tracker = TrackerClient(self.origin.client, self.dataset_id, self._find_trackers, own)
+        self._tracker = TrackerClient(
+            self.origin.client, self.dataset_id,
+            lambda: [Provider(c.peer_id, c.address, c.is_whole) for c in self.origin.claims(_MAX_TRACKER_AGE_S)], own,
+        )  # fmt: skip
         self._thread = SupervisedThread(self._run, "swarm").start()
-
-    def _find_trackers(self) -> list[Provider]:
-        return [Provider(c.peer_id, c.address, c.is_whole) for c in self.origin.claims(_MAX_TRACKER_AGE_S)]
 
     def sources(self, index: int) -> Sequence[Origin]:
         """Return who sends a slice now; the tracker is told of the request.
@@ -367,8 +367,7 @@ class SwarmMember(Closing):
 
     def __init__(
         self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], BOOL],
-        on_change: Callable[[], object], *, share: bool | str | SliceShare,
-        downloads: int = 4,
+        on_change: Callable[[], object], *, share: bool | str | SliceShare, downloads: int = 4,
     ) -> None:  # fmt: skip
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):

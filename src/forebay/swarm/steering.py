@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from forebay.arrays import BOOL, I32, I64
-from forebay.errors import UsageError
 from forebay.network.peer import Provider
 from forebay.swarm.members import Download, Downloads, Members, PeerPenalties
 
@@ -40,8 +39,6 @@ class Swarm:
     """
 
     def __init__(self, num_slices: int, *, ttl_s: float = 30.0, slots: int = 4, origin_slots: int = 8) -> None:
-        if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0):
-            raise UsageError(f"swarm: expected positive numbers, got {num_slices=} {ttl_s=} {slots=} {origin_slots=}")
         self.num_slices = num_slices
         self.ttl_s = ttl_s
         self.slots = slots
@@ -127,8 +124,6 @@ class Swarm:
         slice in it that was assigned to the asker already is assigned again, and counts, so that a repeated call is
         harmless. A slice in it that the asker had before is taken as lost.
         """
-        if asker not in self._providers:
-            raise UsageError(f"swarm: expected {asker} to have joined before it asks. Call join first.")
         self._end_overdue(now)
         assigned = self._assigned_before(asker, missing, num, now)
         if len(assigned) >= num:

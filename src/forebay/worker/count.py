@@ -6,8 +6,10 @@ Prints {"step", "loss"} of tokens at most twice a second. SIGTERM and SIGINT end
 import contextlib
 import json
 import signal
+import sys
 import time
 
+from forebay.errors import ForebayError
 from forebay.load.batch import TokenBatch
 from forebay.load.loader import Loader
 from forebay.worker.trainer import CountTrainer
@@ -30,4 +32,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ForebayError as error:
+        sys.exit(f"forebay: {error}")

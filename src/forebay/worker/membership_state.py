@@ -17,7 +17,7 @@ from forebay.base import Json
 from forebay.coordinator.messages import HEARTBEAT_WAIT_S, RETRY_S
 from forebay.errors import LeaseError, NetworkError, ProtocolError
 from forebay.network.client import RemoteError
-from forebay.network.messages import REVOKED
+from forebay.network.messages import REFUSED
 from forebay.storage.retry import backoff_s
 
 WAIT_S = 2.0  # how long the coordinator may hold a request of a worker that waits; bounds the time to stop, too
@@ -234,7 +234,7 @@ class MembershipState:
                 answer = yield Request("/v1/members/heartbeat", body, wait_s)
                 pause_s = 0.1
             except RemoteError as error:
-                if error.code in ("expelled", REVOKED) and self.session == session:
+                if error.code in ("expelled", *REFUSED) and self.session == session:
                     self._lost = str(error)
                     return
             except NetworkError:

@@ -178,6 +178,13 @@ def test_a_refusal_that_breaks_off_is_a_lost_answer(client):
     assert caught.value.code == "stale_attempt" and first == again and first.headers[KEY] != second.headers[KEY]
 
 
+@pytest.mark.parametrize("code, advice", [("expired", "renew ISSUER"), ("revoked", "Ask the issuer why")])
+def test_who_is_refused_is_told_what_to_do(member, make_identity, code, advice):
+    refused = http(403, {"error": code, "message": "no"})
+    with RudePeer(make_identity("peer"), lambda asked: refused) as peer, pytest.raises(RemoteError, match=advice):
+        get(member, peer)
+
+
 def test_a_refusal_says_how_long_to_wait(client, clock):
     date = email.utils.format_datetime(dt.datetime.fromtimestamp(clock.now + 90, dt.UTC), usegmt=True)
     answers = [

@@ -39,7 +39,6 @@ def test_debt_is_paid_in_order(asks, rate):
 
 def test_bad_limits_are_told():
     for invalid in (
-        lambda: TokenBucket(0, 1.0),
         lambda: ServerLimits(upload_bytes_per_s=-1),
         lambda: ServerLimits(idle_s=0),
         lambda: ServerLimits(connections=-1),

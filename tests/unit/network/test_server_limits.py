@@ -220,7 +220,7 @@ def test_the_revoked_are_refused_and_cut(start):
     members = Members()
     server = start(members)
     connections = [server.connect(name) for name in ("good", "thief")]
-    members.refusals["thief"] = "thief is revoked"
+    members.refusals["thief"] = "revoked", "thief is revoked"
     refused = connections[1].ask("/")
     assert (refused.status, refused.json()) == (403, {"error": "revoked", "message": "thief is revoked"})
     server.loop.advance(5.0)

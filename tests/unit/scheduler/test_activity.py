@@ -50,8 +50,18 @@ def test_shares_are_of_the_last_reports_and_of_a_wait_in_progress():
     stuck = WorkerStats(busy_s=0.4 * 58, waits_s=waits, waiting_s=8.0, waiting_for="network")
     usage.add_stats("s", stuck, 68.0)
     assert usage.describe(68.0)["wait_shares"]["network"] > 0.6
+    late = WorkerStats(busy_s=24.0, waits_s={"network": 45.0, "scheduler": 9.0})  # It ended as of another.
+    usage.add_stats("s", late, 69.0)
+    assert sum(usage.describe(69.0)["wait_shares"].values()) == pytest.approx(1.0)
     usage.add_stats("s", WorkerStats(busy_s=0.1), 70.0)  # The process started again.
     assert usage.describe(70.0)["wait_shares"] == {} and usage.describe(200.0)["mfu"] is None
+
+
+def test_a_share_is_of_enough_time():
+    usage = WorkerUsage("w", 0.0)
+    for second in (0.0, 3.0, 6.0):
+        usage.add_stats("s", WorkerStats(waits_s={"network": second}), second)
+        assert usage.describe(second)["wait_shares"] == ({"network": 1.0} if second > 5 else {})
 
 
 def test_processes_that_share_a_cache_count_it_once():
@@ -67,6 +77,7 @@ def test_the_last_events_are_logged_and_retained_with_names(caplog):
     activity, core = Activity(), SchedulerCore(JobSpec("j", "0" * 64, np.full(3, 10)))
     peer = SimpleNamespace(peer_id="p", name="alice")
     assert activity.notice(peer, 1.0) is activity.notice(peer, 2.0)
+    assert activity.notice(SimpleNamespace(peer_id="q", name="alice"), 1.0).name == "alice (q)"
     result, _ = core.exchange("p", ExchangeRequest(session="s", want=1), 0.0)
     lease = result.leases[0]
     activity.record(core.expire(1000.0), core.table)

@@ -6,6 +6,7 @@ from forebay.lease.messages import ExchangeRequest, FailedLease, LeaseGrant
 from forebay.network.peer import Provider
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.leases import JobSpec
+from forebay.scheduler.status import job_status
 from support.scheduling import exchange, full_use
 
 ORIGIN = Provider("origin", "h:1", True)
@@ -81,6 +82,12 @@ def test_a_worker_is_told_why_it_gets_no_lease():
 
     assert cause_of("b", 7.0) == "unserved"
     assert core.unserved(7.0) == exchange(core, "b", 7.0, want=1).reason == "no data node serves 'x'; last seen 7 s ago"
+    assert job_status(core, 7.0)["state"] == "running"  # A worker has a lease of what it has cached.
+    core.add_origins([], 7.0, ["beef"])
+    assert f"of the id {core.spec.dataset_id}, only of beef; last seen" in core.unserved(7.0)
+    idle = make_core(2)
+    idle.add_origins([], 3.0)
+    assert job_status(idle, 7.0)["state"] == "waiting"
     core.add_origins([ORIGIN], 8.0)
     assert not core.unserved(8.0)
     (other,) = exchange(core, "b", 8.0, want=1).leases

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import ProtocolError, UsageError
+from forebay.errors import ProtocolError
 from forebay.network.peer import Provider
 from forebay.swarm.members import format_ranges, parse_ranges
 from forebay.swarm.steering import Swarm
@@ -170,13 +170,6 @@ def test_a_download_that_never_ends_is_given_up_and_its_slot_is_free_again():
 def test_load_is_spread_over_holders():
     swarm = swarm_of(6, {"a": "0-5", "b": "0-5", "c": "0-5", "d": ""}, slots=2)
     assert sorted(swarm.providers(index, "d", 0.0)[0].peer_id for index in range(6)) == list("aabbcc")
-
-
-def test_invalid_calls_are_refused():
-    with pytest.raises(UsageError, match="joined before"):
-        holders(Swarm(1), "absent", 0)
-    with pytest.raises(UsageError, match="positive"):
-        Swarm(1, slots=0)
 
 
 @given(st.lists(st.booleans(), max_size=40))

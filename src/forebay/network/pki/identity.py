@@ -22,6 +22,7 @@ from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network import log
 from forebay.network.audit import AuditLog
+from forebay.network.messages import EXPIRED, REVOKED
 from forebay.network.peer import UNBOUNDED, Contacts, Peer, Scope
 from forebay.network.pki import files
 from forebay.network.pki.certificates import NODE_VALID_DAYS, ORG_VALID_DAYS, der_of, scope_of, verify_certificate
@@ -86,15 +87,20 @@ class Identity:
         self.scope = peer.scope
         self.expires_at = peer.valid_until
         self.valid_s = peer.valid_until - peer.valid_from
+        self._warn_below_s = min(EXPIRY_WARNING_DAYS * 86400, self.valid_s / 3)
         self.warn_of_expiry(time.time())
 
-    def warn_of_expiry(self, now: float) -> None:
-        """Log a warning when less than a third of the validity, or 30 days, remains at `now` (Unix seconds)."""
+    def warn_of_expiry(self, now: float, reason: str = "") -> None:
+        """Log a warning when less than a third of the validity, or 30 days, remains at `now` (Unix seconds).
+
+        Again when half of that remains. `reason`: why the node does not renew it itself.
+        """
         remaining_s = self.expires_at - now
-        if 0 < remaining_s < min(EXPIRY_WARNING_DAYS * 86400, self.valid_s / 3):
+        if 0 < remaining_s < self._warn_below_s:
+            self._warn_below_s = remaining_s / 2
             date = dt.datetime.fromtimestamp(self.expires_at, dt.UTC).strftime("%Y-%m-%d %H:%M UTC")
-            text = "certificate of %s expires in %s (%s). Renew it with `forebay network renew`."
-            log.warning(text, self.name, format_seconds(remaining_s), date)
+            text = reason or self.remedy(EXPIRED)
+            log.warning("certificate of %s expires in %s (%s). %s", self.name, format_seconds(remaining_s), date, text)
 
     def peer(self, der_cert: bytes) -> Peer:
         """Verify the certificate of a TLS handshake; return its peer with organisation and scope.
@@ -108,31 +114,40 @@ class Identity:
             self.record_event("refused", reason=str(error))
             raise
 
-    def refusal(self, peer: Peer) -> str | None:
-        """Reason why a peer must be refused now, by expiry or revocation; None if it may go on.
+    def refusal(self, peer: Peer) -> tuple[str, str] | None:
+        """Code and reason why a peer must be refused now, by expiry or revocation; None if it may go on.
 
         Check it for each request, on both sides: files are read once a second at most.
         """
         now = time.time()
         if not peer.valid_from <= now <= peer.valid_until:
-            reason = "has expired" if now > peer.valid_until else "is not valid yet: compare the clocks"
-            return f"peer {peer.peer_id} ({peer.name}): its certificate {reason}"
-        return self.revocations.reason(peer.peer_id, peer.org)
+            lapse = "has expired" if now > peer.valid_until else "is not valid yet: compare the clocks"
+            return EXPIRED, f"peer {peer.peer_id} ({peer.name}): its certificate {lapse}"
+        reason = self.revocations.reason(peer.peer_id, peer.org)
+        return None if reason is None else (REVOKED, reason)
 
     def check_admitted(self) -> None:
         """Raise NetworkError if all members refuse this node: it is revoked, or its certificate has expired."""
         expired_s = time.time() - self.expires_at
         if (reason := self.revocations.find(self.peer_id, self.org)) is not None:
-            advice = "Ask the issuer why, and join again in another directory."
+            code = REVOKED
         elif expired_s > 0:
+            code = EXPIRED
             reason = f"expected a valid certificate, got one that expired {format_seconds(expired_s)} ago"
-            advice = (
-                f"Renew it where its issuer's directory is (forebay network renew ISSUER {self.node_dir}), or join "
-                "again by a token in another directory."
-            )
         else:
             return
-        raise NetworkError(f"{self.name}: {reason}, so all members refuse this node ({self.node_dir}). {advice}")
+        raise NetworkError(
+            f"{self.name}: {reason}, so all members refuse this node ({self.node_dir}). {self.remedy(code)}"
+        )
+
+    def remedy(self, code: str) -> str:
+        """Return what a node whose certificate is refused with this code can do."""
+        if code == REVOKED:
+            return "Ask the issuer why, and join again in another directory."
+        return (
+            f"Renew it where its issuer's directory is (forebay network renew ISSUER {self.node_dir}), or join again "
+            "by a token in another directory."
+        )
 
     def check_role(self, what: str, role: str, *datasets: str) -> None:
         """Check that the certificate has the role that `what` needs, and covers these names. Raises UsageError.

@@ -308,8 +308,7 @@ def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path
     last = revocations.crls().get(issuer.peer_id)
     # At least the time: a directory restored from an old copy must not sign an old number again.
     number = max(revocations.numbers().get(issuer.peer_id, 0) + 1, int(time.time() * 1000))
-    earlier = last.serials if last is not None else {}
-    pem = sign_crl(issuer, map(serial_number_of, ids), number, earlier)
+    pem = sign_crl(issuer, map(serial_number_of, ids), number, last.serials if last is not None else {})
     for other in others:
         Revocations(Path(other), revocations.root).accept(pem)
     crl = revocations.accept(pem)
