@@ -138,7 +138,7 @@ def test_plan_reads_and_writes_nothing(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [words(i, 50) for i in range(300)])
     arguments = ("prepare", path, "--out", tmp_path / "d", "--recipe", "gopher", "--dry-run", "--workers", 3)
     shown = run_command(*arguments).stdout
-    assert "1 file of jsonl" in shown and "gopher_quality" in shown and "deduplication: minhash; token" in shown
+    assert "1 file of jsonl" in shown and "gopher_quality" in shown and "exact, minhash; token" in shown
     plan = json.loads(run_command(*arguments, "--json", "--sample", "0.5").stdout)
     assert plan["inputs"] == {"jsonl": {"files": 1, "bytes": path.stat().st_size}}
     assert (plan["workers"], plan["tasks"], plan["recipe"]["sample"]) == (3, 1, 0.5)
