@@ -326,10 +326,9 @@ def _doctor(args: Namespace) -> bool:
         print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
     else:
         others = sum(report.metadata.get("not examined", 0) for report in reports)
-        print(
-            f"ok: nothing wrong found{' in the part that was read' * any(r.depth == 'part' for r in reports)}"
-            f"{f'; {others:,} files were not examined' * bool(others)}"
-        )
+        part = " in the part that was read" if any(report.depth == "part" for report in reports) else ""
+        more = f"; {others:,} files were not examined" if others else ""
+        print(f"ok: nothing wrong found{part}{more}")
     return not ok
 
 

@@ -62,7 +62,7 @@ def _prepare(args: Namespace) -> None:
             f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
             file=sys.stderr,
         )
-    names = (
+    names = [
         "workers",
         "engine",
         "task",
@@ -73,7 +73,7 @@ def _prepare(args: Namespace) -> None:
         "strict",
         "write_ids",
         "extend",
-    )
+    ]
     options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         output = prepare_dataset(
@@ -103,18 +103,17 @@ def _prepare(args: Namespace) -> None:
     if args.extend:
         parent = open_dataset(args.extend).manifest
         what += f" behind the {numbered(parent.slices, 'slice')} ({format_bytes(parent.bytes)}) of {args.extend}"
-    failed = result["failed"]
-    lost = failed["share"]
-    missing = (
-        f"\n{numbered(failed['inputs'], 'input')} failed, {f'{lost:.1%}' if lost else 'an unknown share'} of the bytes "
-        f"is missing: {args.out}/skipped.jsonl"
-    )
+    sampled = f"a sample of {100 * recipe.sample:.3g} % of the input: " if recipe.sample < 1 else ""
+    new = " new" if args.extend else ""
     print(
-        f"{f'a sample of {100 * recipe.sample:.3g} % of the input: ' * (recipe.sample < 1)}"
-        f"{result['documents_out']:,} of {result['documents_in']:,}{' new' * bool(args.extend)} documents, "
-        f"{what} (dropped: {dropped})\n"
-        f"{args.out}  id {result['id']}{missing * bool(failed['inputs'])}"
+        f"{sampled}{result['documents_out']:,} of {result['documents_in']:,}{new} documents, {what} (dropped: "
+        f"{dropped})\n{args.out}  id {result['id']}"
     )
+    failed = result["failed"]
+    if failed["inputs"]:
+        lost = f"{failed['share']:.1%}" if failed["share"] else "an unknown share"
+        inputs = numbered(failed["inputs"], "input")
+        print(f"{inputs} failed, {lost} of the bytes is missing: {args.out}/skipped.jsonl")
 
 
 def _warm(args: Namespace) -> None:

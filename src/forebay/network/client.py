@@ -269,13 +269,13 @@ class Client(Closing):
                     exchange_crls(self, self.identity, request.address)
 
     def _refusal(self, response: StreamedResponse, request: _Request) -> RemoteError:
-        code = ""
+        code = "unknown"
         try:
             body = json.loads(response.read(1 << 16, request.deadline))
             code = printable(str(body["error"]), 80)
             message = printable(str(body["message"]), 1000)
-        except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
-            message = f"(its explanation cannot be read: {type(error).__name__})"
+        except (ValueError, KeyError, TypeError, RecursionError, ProtocolError):
+            message = "its answer is not one of Forebay. Is another program at this address?"
         if code in REFUSED and self.identity is not None:
             message += f". {self.identity.remedy(code)}"
         wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0

@@ -37,6 +37,7 @@ EARLY = dt.timedelta(hours=1)  # tolerated difference of clocks
 _ARC = "1.2.840.113556.1.8000.2554.28444.10836.32014.19212.39473.3038604.9742256"
 SCOPE_OID = x509.ObjectIdentifier(f"{_ARC}.1")
 ORGANISATION_OID = x509.ObjectIdentifier(f"{_ARC}.2")
+_EARLIER_SCOPE_OID = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
 SERVER_NAME = "forebay"
 MAX_PATTERNS = 64
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a network, an organisation, a node
@@ -224,6 +225,10 @@ def check_root(root: bytes, network_id: str) -> None:
 def scope_of(cert: x509.Certificate) -> Scope:
     """The scope in a certificate; unbounded if it has none. Raises ProtocolError."""
     extension = _extension(cert, SCOPE_OID)
+    if _extension(cert, _EARLIER_SCOPE_OID) is not None:  # its scope is not unbounded
+        raise ProtocolError(
+            "certificate: expected a scope of this version, got an earlier one's. Join again: `forebay network join`."
+        )
     if extension is None:
         return UNBOUNDED
     try:

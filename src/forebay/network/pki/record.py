@@ -26,6 +26,7 @@ from forebay.network.pki.files import peer_in, read_issuer
 from forebay.storage.locks import acquire
 
 MEMBERS_FILE = "members.jsonl"
+EARLIER_FILE = "admissions.jsonl"
 SAME_EXPIRY = 0.01  # of the validity: a certificate that differs less from the last one is not recorded again
 
 
@@ -92,6 +93,11 @@ class MemberRecord:
         self._lock = threading.Lock()
         self._forget()
         read_issuer(self.directory)  # no other directory has a record
+        if (self.directory / EARLIER_FILE).exists():
+            raise UsageError(
+                f"members: expected {MEMBERS_FILE}, got the {EARLIER_FILE} of an earlier version ({self.directory}). "
+                "It counts the uses of tokens: remove it once those that were issued by then have expired."
+            )
         with self._locked():
             pass
 

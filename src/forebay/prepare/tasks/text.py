@@ -71,8 +71,10 @@ class TextTask(StagesTask):
 
     @property
     def label(self) -> str:
-        (first, *others), start = self.split.files, self.split.start
-        return f"{first.path}{f' from {start}' * bool(start)}{f' and {len(others)} more' * bool(others)}"
+        first, *others = self.split.files
+        start = f" from {self.split.start}" if self.split.start else ""
+        more = f" and {len(others)} more" if others else ""
+        return f"{first.path}{start}{more}"
 
     @property
     def position(self) -> tuple[str, int]:

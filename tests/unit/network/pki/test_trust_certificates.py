@@ -154,6 +154,7 @@ def test_forged_certificates_are_refused(org_dir, network_dir, tmp_path):
     create_organisation(network_dir, tmp_path / "rich", "rich")
     rich = read_issuer(tmp_path / "rich").cert
     wider = issue(Issuer(org.key, root.cert, True), "acme", org.key.public_key(), Scope(), 9, organisation=True)
+    earlier = x509.ObjectIdentifier("2.25.147690550399236547233384196472556529584")
     own, by_org = key_id_of(org.cert), [key_id_of(org.cert), carried(org.cert)]
     assert verify_certificate(forge(org, node, *by_org), read_root(network_dir)).org == org.peer_id
     large = {"roles": ["worker"], "datasets": ["x" * 60] * 20_000}
@@ -164,6 +165,8 @@ def test_forged_certificates_are_refused(org_dir, network_dir, tmp_path):
         (org, [key_id_of(rich), carried(rich)], "signed by its organisation"),
         (org, [key_id_of(root.cert)], "signed by the network's root"),
         (org, [], "expected the key id of its issuer"),
+        # Without its scope the certificate would have every role.
+        (root, [key_id_of(root.cert), scoped(CROWN, earlier)], "scope of this version, got an earlier"),
         (org, [*by_org, scoped(large)], "scope"),
         (org, [*by_org, scoped(b"[" * 100_000)], "scope"),
         (org, [*by_org, scoped({"roles": ["root"], "datasets": []})], "roles"),
