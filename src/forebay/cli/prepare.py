@@ -62,19 +62,8 @@ def _prepare(args: Namespace) -> None:
             f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
             file=sys.stderr,
         )
-    names = [
-        "workers",
-        "engine",
-        "task",
-        "document_ids",
-        "to",
-        "annotate",
-        "follow_links",
-        "strict",
-        "write_ids",
-        "extend",
-    ]
-    options = {name: getattr(args, name) for name in names}
+    names = ("workers", "engine", "task", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
+    options = {name: getattr(args, name) for name in (*names, "extend")}
     with PrepareBar(enabled=not args.quiet) as bar:
         output = prepare_dataset(
             inputs, args.out, recipe=recipe, on_progress=bar.update, on_message=bar.above(print_note), **options
@@ -112,8 +101,7 @@ def _prepare(args: Namespace) -> None:
     failed = result["failed"]
     if failed["inputs"]:
         lost = f"{failed['share']:.1%}" if failed["share"] else "an unknown share"
-        inputs = numbered(failed["inputs"], "input")
-        print(f"{inputs} failed, {lost} of the bytes is missing: {args.out}/skipped.jsonl")
+        print(f"{numbered(failed['inputs'], 'input')} failed, {lost} of the bytes is missing: {args.out}/skipped.jsonl")
 
 
 def _warm(args: Namespace) -> None:
