@@ -63,7 +63,7 @@ CALLS = [
     (lambda: TextStream("corpus", **S).load_state_dict(Loader("ds", **B).state_dict()), "Load it into a Loader."),
     (lambda: next(iter(Loader("ds", **B)))[0], "batch[0]: expected one of ['inputs', 'labels']"),
     (lambda: open_dataset(["ds"]), "got list"),
-    (lambda: open_external("~nobody/x"), "got nothing there. Check"),
+    (lambda: open_external("~nouser/x"), "got nothing there. Check"),
     (lambda: open_external("corpus/1.tx"), "got nothing there. Did you mean 'corpus/1.txt'"),
     (lambda: prepare_dataset({"text": ["a"]}, "d", **P), "inputs: expected paths, URLs or sources, got dict"),
     (lambda: prepare_dataset([{"text": "a"}], "d", **P), "inputs: expected paths, URLs or sources, got dict"),

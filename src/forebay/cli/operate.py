@@ -95,7 +95,7 @@ def _dashboard(args: Namespace) -> None:
         until_stopped(stop)
 
 
-def _told(read: Callable[[Namespace], Any]) -> Callable[[Namespace], Any]:
+def _reported(read: Callable[[Namespace], Any]) -> Callable[[Namespace], Any]:
     """Return a command that reads a ledger, which may take minutes, and says so."""
 
     def run(args: Namespace) -> Any:
@@ -105,7 +105,7 @@ def _told(read: Callable[[Namespace], Any]) -> Callable[[Namespace], Any]:
     return run
 
 
-@_told
+@_reported
 def _verify(args: Namespace) -> bool:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.certificates import der_of, peer_of, verify_certificate
@@ -147,7 +147,7 @@ def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bo
     return not report["ok"]
 
 
-@_told
+@_reported
 def _blame(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import blame_step, who_saw
@@ -208,7 +208,7 @@ def _describe_share(part: BatchShare) -> str:
     return "\n".join(lines)
 
 
-@_told
+@_reported
 def _export(args: Namespace) -> None:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import export_uses
