@@ -1,4 +1,4 @@
-"""What all rooms share: the type of JSON objects, and the base class of what is closed."""
+"""The type of JSON objects, and the base class of what is closed."""
 
 from abc import ABC, abstractmethod
 from typing import Any, Self

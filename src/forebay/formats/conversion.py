@@ -169,6 +169,7 @@ class ConvertOptions:
         seq_len: Tokens of a sample, where the format written has samples.
         slice_bytes: Largest file, of formats with several.
         eos_id: The token that ends a document, where the source does not tell documents.
+        vocab_size: Ids of the vocabulary, for a dataset whose source does not tell; larger ids are refused.
         name: Of the dataset.
         compress: `zstd`, or nothing.
         tensors: Types to write, by column: `{"images": "f16"}`.
@@ -185,6 +186,7 @@ class ConvertOptions:
     seq_len: int | None = None
     slice_bytes: int = 64 << 20
     eos_id: int | None = None
+    vocab_size: int = 0
     name: str | None = None
     compress: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)

@@ -145,7 +145,7 @@ class ForebayDataset(Format):
             slices.append(sink.commit(file, out / name))
         files, metadata = _copy_tokenizer(source, out), source.metadata
         eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
-        vocab_size = int(metadata.get("vocab_size", 0))
+        vocab_size = options.vocab_size or int(metadata.get("vocab_size", 0))
         lineage = {"converted": {"id": metadata["id"]} if "id" in metadata else {}, "files": files}
         properties = {
             "name": options.name or str(metadata.get("name", "")) or out.name,

@@ -163,10 +163,13 @@ class TokenStream:
         if len(tokens) and int(np.iinfo(tokens.dtype).max) > self.max_id and int(tokens.max()) > self.max_id:
             index = int(np.argmax(tokens > self.max_id))
             num_ended += int(np.searchsorted(piece.document_ends, np.uint64(index), "right"))
+            is_wide = self.max_id == 65535
+            advice = (
+                "Write them with --dtype uint32." if is_wide else "They are no token ids, or vocab_size is too small."
+            )
             raise UsageError(
                 f"{self.source.format}: expected token ids of at most {self.max_id} to write {dtype}, got "
-                f"{int(tokens[index])} at token {before + index}, after {num_ended} documents. "
-                f"{'Write them with --dtype uint32.' if self.dtype == 'U16' else 'They are no token ids.'}"
+                f"{int(tokens[index])} at token {before + index}, after {num_ended} documents. {advice}"
             )
         return tokens.astype(dtype, copy=False)
 
@@ -183,6 +186,8 @@ def build_stream(
     """
     dtype = options.dtype or source.dtype
     max_id = (1 << 16) - 1 if dtype == "U16" else (1 << 31) - 1 if signed else (1 << 32) - 1
+    if options.vocab_size:
+        max_id = min(max_id, options.vocab_size - 1)
     notes = []
     documents: Documents = "none"
     if boundaries != "none":
@@ -198,7 +203,8 @@ def build_stream(
                 "does not tell. Give --set eos_id=N, if a token ends each, or --seq-len N for samples of equal length."
             )
     if source.num_documents != 0 and documents in ("none", "samples"):
-        notes.append(f"the ends of {source.num_documents or ''} documents are not in what was written")
+        count = "" if source.num_documents is None else f"{source.num_documents} "
+        notes.append(f"the ends of {count}documents are not in what was written")
     if left_out := source.metadata.get("left_out"):
         notes.append(f"left out columns beside the tokens ({len(left_out)}): {', '.join(left_out)}")
     return TokenStream(source, dtype, documents, boundaries == "rows", max_id, options, notes)

@@ -1,4 +1,4 @@
-"""What happens in a running job, for its log and status: usage and waits of workers, events, uses, and coverage.
+"""Events and usage of a running job, for its log and status: usage and waits of workers, uses, and coverage.
 
 Nothing of it is persisted or decides anything. Memory: some 4 KB a worker that was seen.
 """
