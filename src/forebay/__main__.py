@@ -5,15 +5,9 @@ from typing import NoReturn
 from forebay.processes import run_command
 
 
-def _command() -> int:
-    from forebay.cli import main
-
-    return main()
-
-
 def run() -> NoReturn:
     """Run the command of this process."""
-    run_command(_command)
+    run_command("forebay.cli")
 
 
 if __name__ == "__main__":

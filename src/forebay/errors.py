@@ -165,9 +165,9 @@ def listed(items: Iterable[Any]) -> str:
 
 def did_you_mean(word: object, names: Iterable[object], prefix: str = "") -> str:
     """Return " Did you mean 'x'?" of the names that are similar to a mistyped one, behind `prefix`; "" if none is."""
-    texts = [str(name) for name in names]
-    near = difflib.get_close_matches(str(word), texts, 2, 0.85) or difflib.get_close_matches(str(word), texts, 2, 0.65)
-    near = near or [name for name in texts if len(str(word)) > 1 and name.startswith(str(word))][:2]
+    text, texts = str(word), [str(name) for name in names]
+    near = difflib.get_close_matches(text, texts, 2, 0.85) or difflib.get_close_matches(text, texts, 2, 0.65)
+    near = near or [name for name in texts if len(text) > 1 and name.startswith(text)][:2]
     return f" Did you mean {' or '.join(repr(prefix + name) for name in near)}?" if near else ""
 
 

@@ -101,6 +101,7 @@ def make_world(folder: Path):
     (folder / "deep.jsonl").write_text('{"a": ' * 900 + "1" + "}" * 900)
     pq.write_table(pa.table({"x": [1, 2]}), folder / "num.parquet")
     (folder / "empty.txt").touch()
+    (folder / "num.txt").write_text("one two")
     (folder / "blob.bin").write_bytes(np.random.default_rng(0).bytes(2000))
     (folder / "broken.toml").write_text("[length\n")
     (folder / "own.toml").write_text('[short]\nuse = "myfilters:short"\n')

@@ -26,7 +26,7 @@ from forebay.cli.arguments import (
     validate,
 )
 from forebay.cli.running import add_from_urls
-from forebay.errors import MALFORMED, DatasetError, ForebayError, PrepareError, UsageError
+from forebay.errors import MALFORMED, DatasetError, ForebayError, PrepareError, UsageError, unknown_name
 from forebay.toml import parse_settings
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def _convert_options(args: Namespace) -> ConvertOptions:
         arguments, ("dtype", "on_progress", "on_skipped", "sink")
     )
     if unknown := sorted(settings.keys() - names):
-        raise UsageError(f"convert: --set: expected one of {', '.join(sorted(names))}, got {unknown[0]!r}.")
+        raise unknown_name("convert: --set", sorted(names), unknown[0])
     if "resize" in settings:
         height, _, width = str(settings["resize"]).partition("x")
         settings["resize"] = (height, width or height)

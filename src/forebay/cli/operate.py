@@ -139,9 +139,8 @@ def _print_verified(args: Namespace, report: dict[str, Any], success: str) -> bo
         ]
         if len(intervals) > 10:
             lines += [f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them"]
-    is_unfinished = not report["problems"] and not any(epoch["repeated"] for epoch in report["epochs"])
     failure = "NOT ok"
-    if is_unfinished:
+    if not report["problems"] and not any(epoch["repeated"] for epoch in report["epochs"]):
         failure += ": samples are not used. While the job runs this is no fault: verify again at its end"
     print_result(args, report, *lines, f"ok: {success}" if report["ok"] else failure)
     return not report["ok"]

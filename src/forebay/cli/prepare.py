@@ -57,7 +57,7 @@ def _prepare(args: Namespace) -> None:
         )
     args.to = args.to or "dataset"
     inputs = [_fetched(path, args) if path.endswith(".api.toml") else path for path in args.inputs]
-    if not inputs:
+    if not inputs and recipe.inputs:
         print(
             f"inputs of the recipe: {', '.join(json.dumps(PrintableUrl(name)) for name in recipe.inputs)}",
             file=sys.stderr,

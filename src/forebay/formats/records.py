@@ -187,9 +187,10 @@ def key_advice(options: ReadOptions, names: Collection[str], longest: str = "NAM
             f"Pairs are read with {'--set read.messages_key= ' * bool(options.messages_key)}"
             f"--set read.prompt_key={prompt} --set read.response_key={response}."
         )
+    chats = [name for name in ("messages", "conversations") if name in names]
     if options.messages_key:
-        return "Name the list of messages with --set read.messages_key=NAME."
-    if chats := [name for name in ("messages", "conversations") if name in names]:
+        return f"Name the list of messages with --set read.messages_key={chats[0] if chats else 'NAME'}."
+    if chats:
         return (
             f"These are chats: forebay prepare --recipe sft --set read.messages_key={chats[0]} makes rows of them, "
             "which forebay.Loader reads."
@@ -199,14 +200,11 @@ def key_advice(options: ReadOptions, names: Collection[str], longest: str = "NAM
     return f"Name it with --set read.text_key={longest}{more}."
 
 
-_MAX_DEPTH = 8
-
-
 def _longest_text(row: Row, before: str = "") -> tuple[int, str]:
     """Return the length and the key of the longest text of several words, also inside of objects."""
     longest = 0, "NAME"
     for name, value in row.items():
-        if isinstance(value, Mapping) and before.count(".") < _MAX_DEPTH:
+        if isinstance(value, Mapping) and before.count(".") < 8:  # A hostile row may be deep.
             longest = max(longest, _longest_text(value, f"{before}{name}."))
         elif isinstance(value, str) and " " in value and re.fullmatch(r"[\w.-]+", key := f"{before}{name}"):
             longest = max(longest, (len(value), key))

@@ -124,7 +124,10 @@ class SetFiles:
             builder = _Builder(self.ngram)
             for entry, name, files in zip(self.sets, set_names(self.sets), self.files):
                 if not builder.add_set(name, self._records(files)):
-                    raise PrepareError(f"{entry}: expected instances of an evaluation set, got none. Check the file.")
+                    raise PrepareError(
+                        f"{entry}: expected instances of an evaluation set of {self.ngram} words or more, got none. "
+                        "Check the file, or set decontaminate.ngram."
+                    )
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_write(path, builder.chunks())
@@ -184,7 +187,7 @@ class _Builder:
         self._num_ngrams = 0
 
     def add_set(self, name: str, records: Iterator[tuple[str, Record]]) -> int:
-        """Returns its number of instances."""
+        """Return how many instances are looked for."""
         first, before, too_short = len(self._instances), self._num_ngrams, 0
         for id, record in records:
             fields = record.fields or (record.text,)
@@ -199,7 +202,7 @@ class _Builder:
             too_short += not sum([self._add_unit(unit) for unit in units])
         count = len(self._instances) - first
         self._sets.append(SetCount(name, count, too_short, self._num_ngrams - before))
-        return count
+        return count - too_short
 
     def _add_unit(self, text: str) -> bool:
         """Whether the text is long enough; one that was added before is not added again."""

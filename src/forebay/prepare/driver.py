@@ -366,13 +366,15 @@ def _refuse_failed(run: PrepareRun, sources: InputFiles, failed: Mapping[str, fl
     advice = first[0].reason.partition(". ")[2]
     is_known = not any(item.path.endswith("/") for item in first)  # A folder may hold anything.
     allowed = math.floor(100 * lost + 1) / 100 if is_known else 1
+    more = f" To go on without them: --set max_error_rate={allowed:g}."
+    if unread or (is_known and allowed >= 1):
+        more = ""
     raise PrepareError(
         "prepare: expected "
         f"{f'at most {limit:.1%} of the input to fail' if lost > limit else 'that named inputs can be read'}, got "
         f"{f'{lost:.1%} of its bytes' if is_known else 'an unknown share'} in "
         f"{numbered(int(failed['inputs']), 'input')} that failed: {examples}. {f'{advice} ' * bool(advice)}They are "
-        f"listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove them; finished work is kept."
-        f"{f' To go on without them: --set max_error_rate={allowed:g}.' * (not unread and (lost < 1 or not is_known))}"
+        f"listed in {run.store.url}/{SKIPPED_FILE}. Fix or remove them; finished work is kept.{more}"
     )
 
 
@@ -423,7 +425,8 @@ def _check_code(run: PrepareRun, key: str, output: Output) -> None:
     with suppress(PrepareError, KeyError):  # There was no earlier call, or none that told its code.
         earlier: Json = read_progress(run.path) if code else {"key": ""}
         is_done = earlier["state"] == "done"
-        before: Json = earlier["code"] if earlier["key"] == key and (output.marker or not is_done) else {}
+        is_used = earlier["key"] == key and (output.marker if is_done else run.work.sizes("done/"))
+        before: Json = earlier["code"] if is_used else {}
         changed = [
             name for name, now in code.items()  # Unfinished tasks of another version are others.
             if (was := before.get(name, now)) != now and (is_done or was[0] == now[0])

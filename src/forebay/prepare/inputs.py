@@ -69,6 +69,7 @@ _ASSETS = re.compile(
     r"\.(svg|css|[mc]?js|map|md5|sha\d+|cdxj?(\.\w+)?)$|\b(md5|sha\d+)sums?(\.txt)?$|multistream-index\d*\.txt", re.I
 )
 _FORCE = "Force a format with --set read.format=NAME, or leave it out; forebay convert reads tokens and images"
+_OF_TEXT = ("code", "html", "lines", "text", "warc", "wet", "wikipedia")  # Formats without fields.
 _MAX_ROWS = 100  # That tell which fields have text.
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.
@@ -312,6 +313,9 @@ def _with_text(file: InputFile, options: ReadOptions, sample: bytes) -> InputFil
     """
     reader, names, columns, rows = text_format(file.format), list[str](), list[Any](), list[Any]()
     is_named = bool(options.text_keys) or keys_of(options)[0] != [TEXT_KEYS[0]]
+    if file.format in _OF_TEXT and (options.messages_key or has_pairs(options)):
+        missing = f"expected records with {' and '.join(keys_of(options)[0])}, got text. Leave out --recipe sft."
+        return replace(file, missing=missing, is_textless=True)
     try:
         if isinstance(reader, ColumnFormat):
             end = replace(file, extent=(0, 0))  # Nothing is read ahead.

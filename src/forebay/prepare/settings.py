@@ -24,6 +24,7 @@ Texts = tuple[Annotated[str, Field(min_length=1)], ...]
 
 _EXPECTED = {
     "int_type": "a whole number",
+    "int_parsing": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "string_type": "a string",
@@ -56,12 +57,13 @@ def fit(kind: Any, value: Any, name: str) -> Any:
         return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         wrong = [item for item in error.errors() if item["type"] != "too_short"] or error.errors()
-        expected = " or ".join(dict.fromkeys(map(_expected, wrong)))
+        expected = " or ".join(dict.fromkeys(map(wanted, wrong)))
         hint = did_you_mean(wrong[0]["input"], re.findall("'([^']*)'", expected))
         raise UsageError(f"{name}: expected {expected}, got {wrong[0]['input']!r}{hint and '.' + hint}") from error
 
 
-def _expected(error: Any) -> str:
+def wanted(error: Any) -> str:
+    """Return what an error of pydantic expected, in our words."""
     for key, words in _LIMITS.items():
         if (limit := error.get("ctx", {}).get(key)) is not None:
             return f"{words} {int(limit) if limit == int(limit) else limit}"

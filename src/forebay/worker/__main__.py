@@ -2,12 +2,5 @@
 
 from forebay.processes import run_command
 
-
-def _command() -> int:
-    from forebay.worker.flags import main
-
-    return main()
-
-
 if __name__ == "__main__":
-    run_command(_command)
+    run_command("forebay.worker.flags")

@@ -14,7 +14,7 @@ from typing import Any
 from forebay.errors import StateError, UsageError, error_text, package_for
 from forebay.load.batch import NumpyTokens
 from forebay.worker.batches import Batches, DummyDataset
-from forebay.worker.config import SIZES, WorkerConfig
+from forebay.worker.config import WorkerConfig
 from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import CountTrainer, Integers, Trainer, check_trainer, share_processors
 
@@ -113,7 +113,6 @@ class Training:
     on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
-        self.data = open_data(self.config)
         self.report = TrainingReport(worker_id=self.config.worker_id or "")
         self._trainer: Trainer | None = None
         self._batches: Generator[NumpyTokens, None, None] | None = None
@@ -124,8 +123,14 @@ class Training:
         """Replace the settings before the first step; the data are opened again if the settings differ."""
         if config != self.config or config.resolved_seq_len() != self.config.resolved_seq_len():
             self.close()
+            vars(self).pop("data", None)
             self.config = config
             self.__post_init__()
+
+    @functools.cached_property
+    def data(self) -> Batches:
+        """The data of the configuration, opened on first use: a coordinator may change it before."""
+        return open_data(self.config)
 
     @property
     def step(self) -> int:
@@ -171,18 +176,13 @@ class Training:
         """Make the trainer, log data, trainer and settings without effect once, and start the clocks."""
         if not self._described:
             self.log(f"{self.data.about}; {self.trainer.describe()}")
-            is_text = self.config.dataset_name is not None
-            is_count = self.config.resolved_trainer() == "count"
-            size = self.config.model_size
-            if size and self.config.batch_size > SIZES[size].batch_size:
-                self.log(f"batch_size: {self.config.batch_size}; {SIZES[size].batch_size} to begin with for {size!r}")
             for is_unused, names, what in (
                 (
-                    is_count,
+                    self.config.resolved_trainer() == "count",
                     ("model_size", "learning_rate", "device"),
                     "counts; leave trainer='count' out",
                 ),
-                (not is_text, _OF_TEXT, "random samples; name a dataset, dataset_name=NAME"),
+                (self.config.dataset_name is None, _OF_TEXT, "random samples; name a dataset, dataset_name=NAME"),
                 (is_alone, ("coordinator", "identity", "timeout_s"), "a worker alone; train together, --distributed"),
             ):
                 changed = [name for name in names if getattr(self.config, name) != getattr(WorkerConfig, name)]
@@ -270,7 +270,8 @@ class Training:
     def close(self) -> None:
         """Close the data. May be called twice."""
         self.close_batches()
-        self.data.close()
+        if "data" in vars(self):
+            self.data.close()
 
 
 class OutOfMemoryError(UsageError, RuntimeError):

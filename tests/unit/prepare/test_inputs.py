@@ -325,7 +325,7 @@ def test_the_same_content_is_the_same_dataset(tmp_path, corpus, settings):
     os.utime(moved / "a.jsonl", (1, 1))
     settings = {**settings, "decontaminate": {"sets": [str(moved.parent / "exam.jsonl")]}}
     assert prepare(moved, tmp_path / "two/d", settings=settings).id == first.id
-    write_jsonl(moved.parent / "exam.jsonl", ["Another question."])
+    write_jsonl(moved.parent / "exam.jsonl", ["Another question of the same test in as many words."])
     assert prepare(moved, tmp_path / "three/d", settings=settings).id != first.id
     assert b"corpus/a.jsonl" in (tmp_path / "one/d/report.html").read_bytes()
     assert str(tmp_path).encode() not in (tmp_path / "one/d/manifest.json").read_bytes()

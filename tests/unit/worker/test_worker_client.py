@@ -154,7 +154,6 @@ def test_a_setting_of_a_model_trains_one(corpus, monkeypatch):
     )
     report = Training(config, threading.Event(), lines.append).run()
     assert "a GPT of " in lines[0] and report.losses[-1] < report.losses[0] - 1
-    assert "batch_size: 64; 32 to begin with for 'tiny'" in lines
     assert WorkerConfig(learning_rate=1e-3).resolved_trainer() == WorkerConfig(device="cpu").resolved_trainer() == "gpt"
     trainer, ids = trainer_class("gpt")(300, 8, model_size="small"), torch.arange(8)[None]
     assert torch.equal(trainer.model(ids)[:, :5], trainer.model(ids * (ids < 5))[:, :5]), "a place sees none after it"
