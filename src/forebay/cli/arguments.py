@@ -56,14 +56,14 @@ def validate(kind: type[T], values: Mapping[str, Any], command: str) -> T:
     """A dataclass or model of pydantic with these fields; a field of a wrong type is a UsageError."""
     from pydantic import TypeAdapter, ValidationError
 
-    from forebay.prepare.settings import wanted
+    from forebay.prepare.settings import requested
 
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise UsageError(
-            f"{command}: {'.'.join(map(str, first['loc']))}: expected {wanted(first)}, got {first['input']!r:.80}."
+            f"{command}: {'.'.join(map(str, first['loc']))}: expected {requested(first)}, got {first['input']!r:.80}."
         ) from error
 
 

@@ -57,12 +57,12 @@ def fit(kind: Any, value: Any, name: str) -> Any:
         return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         wrong = [item for item in error.errors() if item["type"] != "too_short"] or error.errors()
-        expected = " or ".join(dict.fromkeys(map(wanted, wrong)))
+        expected = " or ".join(dict.fromkeys(map(requested, wrong)))
         hint = did_you_mean(wrong[0]["input"], re.findall("'([^']*)'", expected))
         raise UsageError(f"{name}: expected {expected}, got {wrong[0]['input']!r}{hint and '.' + hint}") from error
 
 
-def wanted(error: Any) -> str:
+def requested(error: Any) -> str:
     """Return what an error of pydantic expected, in our words."""
     for key, words in _LIMITS.items():
         if (limit := error.get("ctx", {}).get(key)) is not None:
