@@ -5,9 +5,15 @@ from typing import NoReturn
 from forebay.processes import run_command
 
 
+def _command() -> int:
+    from forebay.cli import main
+
+    return main()
+
+
 def run() -> NoReturn:
     """Run the command of this process."""
-    run_command("forebay.cli")
+    run_command(_command)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from importlib import import_module
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
 
-def run_command(module: str) -> NoReturn:
-    """Run `main` of a module and exit with its result, with 130 for an interrupt, also while it imports modules."""
+def run_command(command: Callable[[], int]) -> NoReturn:
+    """Run a command and exit with its result, with 130 for an interrupt, also while it imports modules."""
     sys.unraisablehook = _interrupt_again
     try:
-        code = import_module(module).main()
+        code = command()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -399,6 +399,8 @@ class ChunkFeed:
                 failed = self._errors.pop((group.key, chunk), None)
                 if failed is not None:
                     self._errors.clear()
+                    for plan in self._plans:  # What failed with it is fetched again: its error is gone, too.
+                        plan.position = 0
                     kind = type(failed[0]) if isinstance(failed[0], ForebayError) else UsageError
                     row = self.chunks.row(group.key)
                     error = kind(f"slice {row.name} ({row.sha256[:12]}…) was not fetched: {failed[0]}")

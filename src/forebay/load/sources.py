@@ -93,16 +93,15 @@ class Mixture:
 
         path = Path(path)
         config = read_toml(path)
-        text = [*config, *(f"{key} in [[change]]" for change in _tables(config.get("change")) for key in change)]
         try:
             datasets = {
                 name: url if "://" in url else path.parent / url for name, url in config.pop("datasets").items()
             }
             changes = [(change["step"], change["weights"]) for change in config.pop("change")]
         except (KeyError, TypeError, AttributeError) as error:
-            got = ", ".join(map(str, text)) or "nothing"
             raise UsageError(
-                f"{path}: expected [datasets], and `step` and `weights` in each [[change]], got {got}."
+                f"{path}: expected [datasets], and `step` and `weights` in each [[change]], got a file without one of "
+                f"them: {error}."
             ) from error
         allow = config.pop("allow_different_tokenizers", False)
         if config or type(allow) is not bool:
@@ -218,11 +217,6 @@ def _check_ids(datasets: Mapping[str, Dataset]) -> None:
                 f"mixture: expected ids below {size:,}, the vocabulary of the others, got {largest:,} in {name}. "
                 "Prepare it with their tokenizer. Where that is meant: allow_different_tokenizers=True of the Mixture."
             )
-
-
-def _tables(value: Any) -> list[dict[str, Any]]:
-    """Return those of a list that are tables."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _check_source(source: object) -> None:

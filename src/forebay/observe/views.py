@@ -134,7 +134,9 @@ def job_view(status: Row, nodes: Rows) -> View:
 
 
 def _worker_row(peer_id: str, worker: Row, job: Row) -> Json:
-    is_silent = worker["last_seen_s"] > (job["lease_s"] / 2 if worker["leases"] else 5.0)  # it sends in a third of it
+    is_silent = worker["last_seen_s"] > (
+        job["lease_s"] / 2 if worker["leases"] else min(job["lease_s"], 5.0)
+    )  # it sends in a third of it
     waits = worker["wait_shares"]
     silent = "ended" if job["state"] in ("done", "incomplete") else "silent"
     state = silent if is_silent else "working" if worker["tokens_per_s"] else "idle"

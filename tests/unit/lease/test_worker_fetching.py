@@ -19,7 +19,7 @@ from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
 from forebay.lease import fetching
-from forebay.lease.fetching import CacheIndex
+from forebay.lease.fetching import CacheIndex, LeaseFetches
 from forebay.lease.state import ActiveLease
 from forebay.network.app import ApiError, file_response
 from forebay.network.client import Client
@@ -284,3 +284,14 @@ def test_without_a_slice_for_its_patience_a_worker_ends_unless_others_have_them(
         assert message.startswith(f"a lease: since {cause}") and ("cannot reach" in message) == is_node
     assert (worker.fetcher.failure is not None) == is_end
     assert not is_end or ("cannot reach" if is_node else "since unserved") in str(worker.fetcher.failure)
+
+
+def test_slices_that_fail_together_are_all_asked_for_again(worker, make_node, monkeypatch):
+    """The error of one is told; the other, whose error went with it, does not wait for ever."""
+    node = make_node("origin")
+    node.server.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(LeaseFetches, "_check", lambda fetches, lease: None)  # Both fail before either is told.
+        leases = [worker.lease([node.provider()], str(index), index) for index in (2, 3)]
+        until(lambda: len(worker.feed._errors) == 2)
+    worker.until(lambda: all(lease.ended for lease in leases))
