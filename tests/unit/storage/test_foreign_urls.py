@@ -3,6 +3,7 @@
 import itertools
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -101,7 +102,10 @@ def sink(tmp_path, monkeypatch) -> Iterator[OriginServer]:
 def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(url, sink, monkeypatch):
     """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
     result = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: result[0])
+    resolve, here = socket.getaddrinfo, threading.get_ident()  # Threads that other tests left resolve names, too.
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *a, **k: result[0] if threading.get_ident() == here else resolve(*a, **k)
+    )
     origin = open_untrusted_origin(url, "public", timeouts=PATIENT)
     with pytest.raises(PermanentError, match=r"expected a public address, got 127\.0\.0\.1"):
         origin.get("manifest.json", 100)
