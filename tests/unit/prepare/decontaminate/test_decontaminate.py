@@ -98,7 +98,11 @@ def test_decisions_are_those_of_the_definition(
     instances = [[field for field in fields if field] for fields in records if any(fields)] or [["none"]]
     stage = Decontaminate(sets=(str(path),), ngram=ngram, min_ratio=min_ratio)
     batch = to_batch(texts)
-    drop = [*stage.apply(batch.slice(0, start)).drop, *stage.apply(batch.slice(start)).drop]
+    try:
+        drop = [*stage.apply(batch.slice(0, start)).drop, *stage.apply(batch.slice(start)).drop]
+    except PrepareError as error:  # No instance is long enough: the definition finds none, either.
+        assert f"an evaluation set of {ngram} words or more" in str(error)
+        drop = [1] * len(texts)
     expected = [any(is_contaminated(text, fields, ngram, min_ratio) for fields in instances) for text in texts]
     assert [code == 0 for code in drop] == expected
 
