@@ -51,7 +51,7 @@ class ConversionReport:
     out: Path | str  # What was written; of a bucket its URL.
     written: Written  # Its files and counts.
     num_bytes: int  # Of the files.
-    id: str  # Of a dataset.
+    id: str  # The dataset's.
 
     def to_json(self) -> dict[str, Any]:
         """As the attributes say."""

@@ -53,7 +53,7 @@ class VerifyReport:
     changed: list[str] = field(default_factory=list)  # Present with other bytes, or cut.
     missing: list[str] = field(default_factory=list)  # Listed and absent.
     extra: list[str] = field(default_factory=list)  # Present and not listed; only slices among them are in `bad`.
-    cut: list[str] = field(default_factory=list)  # Of those that changed: slices that are shorter.
+    cut: list[str] = field(default_factory=list)  # Slices of `changed` that are too short.
     has_hashes: bool = True  # Whether every byte was compared with a hash.
     checks: tuple[str, ...] = ("SHA-256 of every file",)  # What was checked, in words.
     reason: str = ""  # What is wrong with the manifest, if that is bad: it may be of another version.

@@ -56,7 +56,7 @@ _NUM_READERS = 16
 _NOT_SETTINGS = ("on_progress", "on_skipped", "sink")  # Of ConvertOptions: they do not change what is written.
 
 
-def plan_of(source: TokenSource | TableSource, to: str, options: ConvertOptions) -> Json:
+def conversion_plan(source: TokenSource | TableSource, to: str, options: ConvertOptions) -> Json:
     """What must be the same in a run that goes on: inputs with their versions, and settings."""
     files = [
         [str(path), path.stat().st_size, path.version if isinstance(path, RemotePath) else str(path.stat().st_mtime_ns)]
@@ -231,7 +231,7 @@ def write_to_bucket(
     with stage_beside(folder / "convert") as stage:
         if (free := shutil.disk_usage(folder).free) < 2 * needed:
             raise no_space(f"{free} free")
-        sink = BucketSink(store, plan_of(source, to, options), options)
+        sink = BucketSink(store, conversion_plan(source, to, options), options)
         try:
             source = sink.resume(source, to) if resumes else source
             written = write(source, stage / "output", replace(options, sink=sink))

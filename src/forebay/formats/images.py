@@ -25,7 +25,7 @@ from forebay.errors import DatasetError, UsageError, package_for
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.records import batched
-from forebay.formats.tables import BATCH_BYTES, column_of, field_of, is_bytes, rows_at_once
+from forebay.formats.tables import BATCH_BYTES, arrow_field, column_of, is_bytes, rows_at_once
 from forebay.machine import num_cores
 
 _SPLITS = ("train", "val", "valid", "validation", "test")
@@ -103,7 +103,7 @@ def with_images(source: TableSource, options: ConvertOptions, rejected: list[Jso
     else:
         raise DatasetError(f"column {column!r}: expected images, got none that can be decoded: {image}.")
     shape = image.shape
-    images_field = field_of("images", np.dtype(np.uint8), shape)
+    images_field = arrow_field("images", np.dtype(np.uint8), shape)
     others = [pa.field(_NAMES.get(field.name, field.name), field.type) for field in source.schema]
     schema = pa.schema([images_field if f.name == column else other for f, other in zip(source.schema, others)])
 

@@ -22,7 +22,7 @@ from forebay.errors import DatasetError, UsageError, listed
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.raw_tokens import RawTokens
-from forebay.formats.tables import BATCH_BYTES, batch_of, field_of, rows_at_once
+from forebay.formats.tables import BATCH_BYTES, arrow_field, batch_of, rows_at_once
 from forebay.formats.vectors import NPY_MAGIC, read_header
 from forebay.storage.compression import check_unpacked
 from forebay.storage.remote_path import RemotePath
@@ -136,7 +136,7 @@ def table_of_arrays(format_name: str, arrays: list[ArrayFile], columns: str | No
             f"{listed(f'{array.name} {array.rows} ({array.path.name})' for array in arrays) or 'none'}. Name "
             "those that belong together: --set column=x_train,y_train, or a pattern of files."
         )
-    schema = pa.schema([field_of(array.name, array.dtype.newbyteorder("="), array.shape) for array in arrays])
+    schema = pa.schema([arrow_field(array.name, array.dtype.newbyteorder("="), array.shape) for array in arrays])
     return TableSource(format_name, schema, arrays[0].rows, lambda: _read_batches(arrays, schema))
 
 

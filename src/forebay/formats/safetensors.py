@@ -74,7 +74,7 @@ class SafeTensors(Format):
                 )
             num_rows += opened.num_rows
             own = {
-                name: tables.field_of(name, array.dtype, array.shape[1:], opened.dtypes[name])
+                name: tables.arrow_field(name, array.dtype, array.shape[1:], opened.dtypes[name])
                 for name, array in sorted(opened.tensors.items())
             }
             fields = fields or own
@@ -277,7 +277,9 @@ class _Writer:
             _check_slice(self.out / name, tensors)
         file = OutputFile(name, *written[:2], self._rows, leaves=written.leaves)
         self.slices.append(self.options.sink.commit(file, self.out / name))
-        fields = [tables.field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
+        fields = [
+            tables.arrow_field(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())
+        ]
         self.digest.add(tables.batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0
 

@@ -74,7 +74,7 @@ def rows_at_once(row_bytes: float) -> int:
     return max(1, min(1 << 16, int(BATCH_BYTES // max(1.0, row_bytes))))
 
 
-def field_of(name: str, dtype: DType, shape: tuple[int, ...], kind: str = "") -> pa.Field:
+def arrow_field(name: str, dtype: DType, shape: tuple[int, ...], kind: str = "") -> pa.Field:
     """The column that holds rows of an array: `shape` is a row's, `kind` the type, of which it may have the bits."""
     value = pa.from_numpy_dtype(dtype)
     metadata = {DTYPE_KEY: kind.encode()} if kind in _BITS else None
@@ -305,7 +305,7 @@ def _without_arrays(row: Json, arrays: Container[str] = ()) -> Json:
 def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path) -> pa.Field:
     types, shapes = {kind for kind, _ in kinds}, {shape for _, shape in kinds}
     if len(types) == 1 and len(shapes) == 1:
-        return field_of(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
+        return arrow_field(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
     if len(types) == 1 and all(len(shape) == 1 for shape in shapes):
         return pa.field(name, pa.list_(pa.from_numpy_dtype(np.dtype(types.pop()).newbyteorder("="))))
     raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
@@ -319,7 +319,7 @@ def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array
             return list_column(values, field.type)
         stacked = np.stack(values)
         stacked = stacked.astype(stacked.dtype.newbyteorder("="), copy=False)
-        if field_of(field.name, stacked.dtype, stacked.shape[1:]).type != field.type:
+        if arrow_field(field.name, stacked.dtype, stacked.shape[1:]).type != field.type:
             raise ValueError(f"{stacked.dtype} {list(stacked.shape[1:])}")
         return column_of(stacked, field)
 

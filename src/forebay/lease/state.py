@@ -164,7 +164,7 @@ class LeaseState:
         return list(self._leases.values())
 
     def describe_wait(self) -> str:
-        """What keeps the next step from starting, as text for a log line; "" while the request to a scheduler tells."""
+        """Return why the next step cannot start, for a log line; "" while the request to a scheduler says it."""
         fault = f"; the last fault: {self.fault}" if self.fault else ""
         if slices := self.fetching():
             return f"{numbered(len(slices), 'slice')} to be fetched: {', '.join(map(str, slices[:3]))}{fault}"

@@ -82,7 +82,7 @@ def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
                 f"{argument}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
             ) from None
     rank, world_size = values
-    # Of a group they may be a data axis: a divisor of its size, or the same.
+    # In a group they may be a data axis, whose size divides that of the group, or be the same.
     if group is not None and (group[1] % world_size or (world_size == group[1] and rank != group[0])):
         raise UsageError(
             f"rank, world_size: expected those of the process group, {group[0]} of {group[1]}, or of an axis of it, "

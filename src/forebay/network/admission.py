@@ -142,7 +142,7 @@ def sending_crls(directory: Path, discovery: Discovery) -> Iterator[None]:
     folder = directory / "admission"
     if (folder / "node-cert.pem").exists():  # It may have the earlier certificate of the organisation.
         node = renew(directory, folder, valid_days=ROOT_VALID_DAYS)
-    else:  # Of any role: the issuer's key is beside its own.
+    else:  # It may have any role, as the issuer's key is beside its own.
         node = join(directory, folder, "admission", valid_days=ROOT_VALID_DAYS)
     node.revocations = Revocations(directory)
     with Client(node) as client, contextlib.closing(TrustWatch(node, client, discovery=discovery).start()):

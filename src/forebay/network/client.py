@@ -346,7 +346,7 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 def _unreachable(what: str, address: str, error: Exception) -> str:
     reason, hint = f"{type(error).__name__}: {error}", "Is the peer running, and the address right?"
     if isinstance(error, ssl.SSLCertVerificationError):
-        is_stranger = error.verify_code in (18, 19, 20)  # Of OpenSSL: an issuer that is not of this network.
+        is_stranger = error.verify_code in (18, 19, 20)  # OpenSSL: the issuer is unknown.
         reason = "its certificate is of another network" if is_stranger else f"its {error.verify_message}"
         hint = "Compare its certificate with yours, and the clocks: forebay network show DIR."
     elif isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, connections.TruncatedHeadError)):

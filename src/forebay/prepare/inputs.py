@@ -69,7 +69,10 @@ _ASSETS = re.compile(
     r"\.(svg|css|[mc]?js|map|md5|sha\d+|cdxj?(\.\w+)?)$|\b(md5|sha\d+)sums?(\.txt)?$|multistream-index\d*\.txt", re.I
 )
 _FORCE = "Force a format with --set read.format=NAME, or leave it out; forebay convert reads tokens and images"
-_OF_TEXT = ("code", "html", "lines", "text", "warc", "wet", "wikipedia")  # Formats without fields.
+_OF_TEXT = (
+    "code", "epub", "html", "lines", "mbox", "pdf", "stackexchange", "text", "warc", "wet", "wikipedia",
+)  # fmt: skip
+"""Formats without fields."""
 _MAX_ROWS = 100  # That tell which fields have text.
 MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
 _REMOTE_THREADS = 32  # That read the first bytes of files at URLs.

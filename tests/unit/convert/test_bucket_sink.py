@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats.bucket_sink import Cursor, compare_plans, parts_behind, plan_of
+from forebay.formats.bucket_sink import Cursor, compare_plans, conversion_plan, parts_behind
 from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.sources import open_source
 from forebay.formats.token_stream import build_stream, slices_of
@@ -66,7 +66,7 @@ def test_behind_every_slice_the_same_follow(parts, has_positions):
 
 def plan(folder: Path, **changes: Any) -> dict:
     options = ConvertOptions(**changes)
-    return plan_of(open_source(folder, options, "forebay"), "forebay", options)
+    return conversion_plan(open_source(folder, options, "forebay"), "forebay", options)
 
 
 def test_a_plan_of_other_inputs_or_settings_is_refused(tmp_path):
